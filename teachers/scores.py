@@ -1,0 +1,48 @@
+"""What a teacher answers.
+
+Shape letters: B responses, T completion tokens (right-padded), K support, H hidden width, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherScores:
+    """One teacher's view of B completions; value t belongs to completion token t, in every tensor.
+
+    Attributes:
+      logprob_BT: log-prob in nats of the sampled token; 0 where `valid_BT` is False.
+      valid_BT: True where `logprob_BT` holds a score: False on padding, in failed rows, on tokens that could not be
+        aligned.
+      temperature: the temperature that the distributions hold at.
+      top_ids_BTK: ids of the support, in falling order of probability where the teacher chose it; -1 where a position
+        has fewer than K.
+      top_logprob_BTK: the teacher's log-probs of `top_ids_BTK`; -inf where the id is -1.
+      hidden_BTH: last hidden states, from which `head` makes the full distribution a slice at a time.
+      head: maps hidden [..., H] to logits [..., V] at temperature 1; None where no distribution can be had.
+      failures: row -> why it could not be scored. Such a row is False in `valid_BT` all along.
+      stats: what asking cost, e.g. {"retries": 2, "requests": 16}; sums, not means.
+    """
+
+    logprob_BT: Float[Tensor, "B T"]
+    valid_BT: Bool[Tensor, "B T"]
+    temperature: float = 1.0
+    top_ids_BTK: Int[Tensor, "B T K"] | None = None
+    top_logprob_BTK: Float[Tensor, "B T K"] | None = None
+    hidden_BTH: Float[Tensor, "B T H"] | None = None
+    head: Callable[[Tensor], Tensor] | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+    stats: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tail_logprob_BT(self) -> Float[Tensor, "B T"]:
+        """Log of the mass that `top_logprob_BTK` leaves out: log(1 - sum_k exp(top)); -inf where nothing is left."""
+        if self.top_logprob_BTK is None:
+            raise ValueError("these scores have no top-k support; ask the teacher for top_k")
+        mass_BT = self.top_logprob_BTK.double().exp().sum(-1).clamp(max=1.0)
+        return torch.log1p(-mass_BT).to(self.top_logprob_BTK.dtype)
