@@ -1,0 +1,85 @@
+"""On-policy distillation: the student learns from the teacher's opinion of the student's own text."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hybrid.methods.base import MethodConfig
+from hybrid.objective.losses import Divergence, PolicyLoss, SampledDivergence, TokenLoss
+from hybrid.objective.objective import Objective, objective
+from hybrid.objective.reductions import Reduction, response_mean, token_mean
+from hybrid.objective.signals import CandidateWeight, from_candidate_gap, from_teacher_gap, from_teacher_known
+from hybrid.objective.step import Step, chain
+
+Estimator = Literal["k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd"]
+
+
+class Opd(MethodConfig):
+    """Pulls the student towards the teacher on the student's own text, with no reward.
+
+    `estimator: k1` (the default) is a detached advantage; the others are losses with gradient to the student.
+    """
+
+    formula: ClassVar[str] = (
+        "k1: A[i,t] = log pT - log pS;  k2: (log pS - log pT)^2 / 2;  k3: pT/pS - log(pT/pS) - 1;  "
+        "reverse_kl: KL(pS || pT);  forward_kl: KL(pT || pS);  jsd: beta KL(pT || m) + (1 - beta) KL(pS || m)"
+    )
+    paper: ClassVar[str] = "GKD (arXiv 2306.13649); On-policy distillation, Thinking Machines (2025)"
+
+    name: Literal["opd"] = "opd"
+    estimator: Estimator = Field("k1", description="How the divergence from the teacher is measured.")
+    use: Literal["reward", "loss"] | None = Field(
+        None, description="k1 is a reward, all others are losses; anything else is refused, with the reason."
+    )
+    top_k: int = Field(
+        0, ge=0, description="Support: 0 is the sampled token (k1) or the full vocabulary (divergences)."
+    )
+    support: Literal["student", "teacher"] = Field(
+        "student", description="Whose top-k, for divergences with top_k > 0."
+    )
+    candidate_weight: CandidateWeight = Field(
+        "student_p", description="Weights of the candidates of k1 with top_k > 0."
+    )
+    beta: float = Field(0.5, gt=0, lt=1, description="The teacher's share in the mixture of jsd.")
+    temperature: float = Field(1.0, gt=0, description="At which the distributions are compared.")
+    ratio_clip: float | None = Field(None, gt=0, description="Bound on |log pT - log pS| in nats, for k1.")
+    reduction: Literal["token_mean", "response_mean"] = Field(
+        "token_mean", description="How token losses are averaged."
+    )
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_gradient(self) -> Self:
+        if self.estimator == "k1" and self.use == "loss":
+            raise ValueError(
+                "k1 as a differentiable loss has an expected gradient of zero, so the teacher would have no effect; "
+                "use: reward, or estimator: k2"
+            )
+        if self.estimator in ("reverse_kl", "forward_kl", "jsd") and self.use == "reward":
+            raise ValueError(
+                f"{self.estimator} does not depend on the sampled token, so as an advantage its expected gradient is "
+                "zero; use: loss, or estimator: k1"
+            )
+        if self.estimator in ("k2", "k3") and self.use == "reward":
+            raise ValueError(f"{self.estimator} is defined as a loss here; use: loss, or estimator: k1")
+        return self
+
+    def build(self) -> Objective:
+        reduction: Reduction = token_mean() if self.reduction == "token_mean" else response_mean()
+        return objective(name=self.name, credit=chain(self.signal()), loss=self.loss(), reduction=reduction)
+
+    def signal(self) -> Step:
+        """The gap for k1; for the losses, only where the teacher is known."""
+        if self.estimator != "k1":
+            return from_teacher_known()
+        if self.top_k:
+            return from_candidate_gap(weighting=self.candidate_weight, clip=self.ratio_clip)
+        return from_teacher_gap(clip=self.ratio_clip)
+
+    def loss(self) -> TokenLoss:
+        """What carries the gradient."""
+        if self.estimator == "k1":
+            return PolicyLoss()
+        if self.estimator == "k2" or self.estimator == "k3":
+            return SampledDivergence(self.estimator)
+        support = self.support if self.top_k else "full"
+        return Divergence(self.estimator, support, self.top_k or 64, self.beta, self.temperature)

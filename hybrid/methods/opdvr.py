@@ -1,0 +1,91 @@
+"""On-policy distillation with verifiable reward: distils only where outcome and teacher agree.
+
+Differs from the paper: the paper writes a sum over tokens; the authors' code, and our default, take the token mean.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from hybrid.methods.base import MethodConfig
+from hybrid.objective.gates import Truncated, keep_outcome_agreeing
+from hybrid.objective.groups import Scale
+from hybrid.objective.losses import PolicyLoss
+from hybrid.objective.objective import Objective, objective
+from hybrid.objective.reductions import Reduction, response_mean, token_mean, token_sum
+from hybrid.objective.signals import CandidateWeight, from_candidate_gap, from_teacher_gap
+from hybrid.objective.step import Step, chain
+from hybrid.objective.weights import weight_by_advantage_size
+
+REDUCTIONS = {"token_mean": token_mean, "token_sum": token_sum, "response_mean": response_mean}
+
+
+class Opdvr(MethodConfig):
+    """Distils only where outcome and teacher agree. The defaults are the published script's."""
+
+    formula: ClassVar[str] = (
+        "r[i,t] = log pT - log pS;  z[i] = +1 if R[i] > thr else -1;  A[i,t] = z[i] * ReLU(z[i] * r[i,t])"
+    )
+    paper: ClassVar[str] = "On-policy distillation with verifiable reward (arXiv 2608.24696)"
+
+    name: Literal["opdvr"] = "opdvr"
+    thr: float = Field(0.0, description="A reward above it is a right answer.")
+    inverse: bool = Field(False, description="The ablation: keeps what outcome and teacher disagree on.")
+    truncated: Truncated = Field(
+        "as_wrong", description="Responses at the length limit: judged, dropped, or plain OPD."
+    )
+    ratio_clip: float | None = Field(None, gt=0, description="Bound on |r| in nats; none in the paper.")
+    top_k: int = Field(0, ge=0, description="Size of the student's candidate support; 0 is the sampled token.")
+    candidate_weight: CandidateWeight = Field("student_p", description="Weights of the candidates in top-k mode.")
+    reduction: Literal["token_mean", "token_sum", "response_mean"] = Field(
+        "token_mean", description="token_mean as the code, token_sum as the paper writes it."
+    )
+    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
+    dual_clip: float | None = Field(3.0, gt=1, description="Bound on the ratio for negative advantages.")
+
+    def build(self) -> Objective:
+        gap = (
+            from_candidate_gap(weighting=self.candidate_weight, clip=self.ratio_clip)
+            if self.top_k
+            else from_teacher_gap(clip=self.ratio_clip)
+        )
+        return objective(
+            name=self.name,
+            credit=chain(gap, *self.gates()),
+            loss=PolicyLoss(self.clip_low, self.clip_high, self.dual_clip),
+            reduction=self.reduce(),
+        )
+
+    def gates(self) -> tuple[Step, ...]:
+        """The outcome gate; GRPD adds to it."""
+        return (keep_outcome_agreeing(thr=self.thr, truncated=self.truncated, inverse=self.inverse),)
+
+    def reduce(self) -> Reduction:
+        """The reduction that the settings name."""
+        return REDUCTIONS[self.reduction]()
+
+
+class Grpd(Opdvr):
+    """OPDVR's gate times the size of the group-relative advantage of correctness, or its sign alone."""
+
+    formula: ClassVar[str] = (
+        "code: A[i,t] = z[i] ReLU(z[i] r[i,t]) * (|a[i]| + u), a = correctness minus group mean [/ (std + 1e-6)];  "
+        "sign: A[i,t] = s ReLU(s r[i,t]), s = sign(a[i]), averaged 1/G 1/|o|"
+    )
+    min_generations: ClassVar[int] = 2
+
+    name: Literal["grpd"] = "grpd"  # pyright: ignore[reportIncompatibleVariableOverride]
+    grpd_variant: Literal["code", "sign"] = Field("code", description="The authors' code, or the paper's formula.")
+    norm_by_std: bool = Field(False, description="Divide by the group's standard deviation (variant code).")
+    u: float = Field(0.0, ge=0, description="Added to |a|, so that uniform groups may train (variant code).")
+
+    def gates(self) -> tuple[Step, ...]:
+        if self.grpd_variant == "sign":
+            gate = keep_outcome_agreeing(thr=self.thr, truncated=self.truncated, inverse=self.inverse, sign="advantage")
+            return (gate,)
+        scale: Scale = "group" if self.norm_by_std else "none"
+        return (*super().gates(), weight_by_advantage_size(thr=self.thr, scale=scale, eps=1e-6, u=self.u))
+
+    def reduce(self) -> Reduction:
+        return response_mean() if self.grpd_variant == "sign" else super().reduce()

@@ -1,0 +1,89 @@
+"""Signals: which way, and how far, each sampled token should move."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hybrid.objective.groups import Scale, group_advantage
+from hybrid.objective.schedules import Number, at
+from hybrid.objective.step import Signal, Step, signal
+from hybrid.types import RolloutBatch
+
+CandidateWeight = Literal["student_p", "teacher_p", "none"]
+"""By which probabilities, renormalised over the candidates, a top-k signal is weighted."""
+
+
+def teacher_gap(
+    teacher_logprob_BT: Float[Tensor, "*B T"], student_logprob_BT: Float[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """How much likelier the teacher finds the sampled token: log pT(y_t) - log pS(y_t), in nats."""
+    return teacher_logprob_BT - student_logprob_BT
+
+
+def clipped(value: Float[Tensor, "*s"], bound: float | None) -> Float[Tensor, "*s"]:
+    """value within [-bound, bound]; as it is without a bound."""
+    return value if bound is None else value.clamp(-bound, bound)
+
+
+def from_teacher_gap(*, scale: Number = 1.0, clip: float | None = None, view: str = "teacher") -> Step:
+    """scale * clip(log pT - log pS): the sampled-token reverse KL as an advantage (on-policy distillation)."""
+
+    def fn(batch: RolloutBatch) -> Signal:
+        scores = batch.view(view)
+        gap_BT = teacher_gap(scores.logprob_BT, batch.need("student_logprobs"))
+        return Signal(at(scale, batch.step) * clipped(gap_BT, clip), scores.valid_BT)
+
+    return signal("gap", fn, needs=[f"scores.{view}", "student_logprobs"])
+
+
+def from_group_advantage(*, scale: Scale = "none", eps: float = 1e-4) -> Step:
+    """The group-relative reward advantage, the same for every token of a response; known for every response."""
+
+    def fn(batch: RolloutBatch) -> Signal:
+        advantage_B = group_advantage(batch.need("reward"), batch.group_B, scale=scale, eps=eps)
+        return Signal(advantage_B[:, None].expand(batch.mask_BT.shape), batch.mask_BT)
+
+    return signal("group_advantage", fn, needs=["reward"])
+
+
+def candidate_weight(
+    student_logprob_BTK: Float[Tensor, "B T K"], teacher_logprob_BTK: Float[Tensor, "B T K"], weighting: CandidateWeight
+) -> Float[Tensor, "B T K"]:
+    """Probabilities renormalised over the K candidates (padding holds -inf and gets 0), or 1 for "none"."""
+    if weighting == "none":
+        return student_logprob_BTK.isfinite().to(student_logprob_BTK.dtype)
+    logprob_BTK = student_logprob_BTK if weighting == "student_p" else teacher_logprob_BTK
+    return torch.softmax(logprob_BTK, -1).nan_to_num(nan=0.0)
+
+
+def from_candidate_gap(*, weighting: CandidateWeight = "student_p", clip: float | None = None) -> Step:
+    """The gap of each of the student's top-k candidates, weighted: w_k * (log pT_k - log pS_k).
+
+    The signal of a token is the sum over its candidates; gates act on each candidate by itself.
+    """
+
+    def fn(batch: RolloutBatch) -> Signal:
+        student, teacher = batch.view("student"), batch.view("teacher")
+        student_BTK, teacher_BTK = student.top_logprob_BTK, teacher.top_logprob_BTK
+        assert student_BTK is not None and teacher_BTK is not None, "collect() and the records fill both or neither"
+        weight_BTK = candidate_weight(student_BTK, teacher_BTK, weighting)
+        gap_BTK = clipped((teacher_BTK - student_BTK).masked_fill(weight_BTK == 0, 0), clip)
+        candidate_BTK = weight_BTK * gap_BTK
+        return Signal(candidate_BTK.sum(-1), teacher.valid_BT, candidate_BTK)
+
+    return signal("gap", fn, needs=["scores.student.top", "scores.teacher.top"])
+
+
+def from_teacher_known(*, view: str = "teacher") -> Step:
+    """No direction, only where a teacher's opinion exists: opens the tokens of a divergence term.
+
+    A batch without that view (a record that holds `kl` alone) counts as known all along.
+    """
+
+    def fn(batch: RolloutBatch) -> Signal:
+        known_BT = batch.views[view].valid_BT if view in batch.views else batch.mask_BT
+        return Signal(torch.zeros(known_BT.shape, dtype=batch.dtype, device=known_BT.device), known_BT)
+
+    return signal("known", fn, needs=[])
