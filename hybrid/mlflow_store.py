@@ -1,0 +1,244 @@
+"""The MLflow store: opening it, the runs in it, and the calls that carry one operation each.
+
+The only file that calls mlflow to write; it imports mlflow inside its functions, for `hybrid --help` stays fast.
+"""
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hybrid.delivery import LostError, Operation
+from hybrid.errors import HybridError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+T = TypeVar("T")
+
+_METRICS_PER_CALL = 1000  # MLflow's own limits per log_batch call
+_ENTRIES_PER_CALL = 100
+_SETTINGS = {  # MLflow otherwise tries for minutes, and draws its bars into ours; what the user has set stays
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+
+
+class TrackingError(HybridError):
+    """The tracking store cannot be opened at the start of a run."""
+
+
+def default_uri(runs_dir: Path) -> str:
+    """The local SQLite store `<runs_dir>/mlflow.db`."""
+    return f"sqlite:///{(runs_dir.resolve() / 'mlflow.db').as_posix()}"
+
+
+def readable(text: str) -> str:
+    """`text` with lone surrogates, which no file and no database takes, spelt out with a backslash."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def open_client(uri: str) -> "MlflowClient":
+    """An MLflow client; makes the folder and, once, the tables of an SQLite store.
+
+    Raises:
+      TrackingError: the URI is of no kind that MLflow knows, or its database cannot be opened.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of mlflow's and sqlalchemy's own making while they load
+        from mlflow import MlflowClient
+
+        if not uri.startswith("sqlite:///"):
+            return _or_tracking_error(uri, lambda: MlflowClient(uri))
+        from filelock import FileLock
+
+        database = Path(uri.removeprefix("sqlite:///"))
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(database.with_name(f"{database.name}.lock")):  # two processes must not both make the tables
+            return _or_tracking_error(uri, lambda: MlflowClient(uri))
+
+
+def new_run(
+    client: "MlflowClient",
+    uri: str,
+    experiment: str,
+    run_name: str,
+    artifact_location: str | None,
+    tags: Mapping[str, str],
+) -> str:
+    """Makes a run, and the experiment if it is new or was deleted.
+
+    Returns:
+      The run's id.
+
+    Raises:
+      TrackingError: the store does not answer or refuses.
+    """
+    if artifact_location is None and uri.startswith("sqlite:///"):
+        artifact_location = (Path(uri.removeprefix("sqlite:///")).resolve().parent / "artifacts").as_uri()
+
+    def create() -> str:
+        experiment_id = _experiment_id(client, readable(experiment), artifact_location)
+        return client.create_run(experiment_id, tags=dict(tags), run_name=readable(run_name)).info.run_id
+
+    return _or_tracking_error(uri, create)
+
+
+def _experiment_id(client: "MlflowClient", name: str, artifact_location: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=artifact_location)
+        except MlflowException as error:
+            found = client.get_experiment_by_name(name)  # another process may have just made it
+            if found is None:
+                raise error
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return found.experiment_id
+
+
+def find_parent(client: "MlflowClient", uri: str, experiment: str, run_name: str) -> str | None:
+    """Finds the newest run of this name that has the tag `hybrid.kind` = `parent`.
+
+    Raises:
+      TrackingError: the store does not answer.
+    """
+
+    def find() -> str | None:
+        found = client.get_experiment_by_name(readable(experiment))
+        if found is None:
+            return None
+        parents = client.search_runs([found.experiment_id], "tags.`hybrid.kind` = 'parent'", max_results=1000)
+        return next((run.info.run_id for run in parents if run.info.run_name == readable(run_name)), None)
+
+    return _or_tracking_error(uri, find)
+
+
+def _or_tracking_error(uri: str, ask: Callable[[], T]) -> T:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return ask()
+    except (MlflowException, OSError) as error:
+        raise TrackingError(
+            f"tracking.uri: the MLflow store {uri!r} cannot be used: {str(error)[:500]}; start the server, correct the "
+            "address, or leave it out for a local SQLite store"
+        ) from error
+
+
+class Sender:
+    """Calls MLflow for the operations at the front of the queue."""
+
+    def __init__(self, client: "MlflowClient", run_id: str) -> None:
+        """Sends to one run."""
+        self._client = client
+        self._run_id = run_id
+
+    def __call__(self, operations: Sequence[Operation]) -> int:
+        """Delivers the first operation, and the metrics behind it that fit into the same call.
+
+        Returns:
+          How many operations it has delivered.
+
+        Raises:
+          LostError: the store does not answer.
+          MlflowException, OSError: the store answers and refuses the first operation.
+        """
+        from mlflow.exceptions import MlflowException
+
+        batch = _leading_metrics(operations)
+        try:
+            self._send(batch)
+        except (MlflowException, OSError) as error:
+            self._reach(error)
+            if len(batch) > 1:  # one of them is refused; alone it is found and set aside
+                return self([batch[0]])
+            self._send(batch)
+        return len(batch)
+
+    def _reach(self, error: Exception) -> None:
+        """Returns if the store answers, so that `error` was about what was sent; raises `LostError` if it does not."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(self._run_id)
+        except (MlflowException, OSError):
+            raise LostError(f"the tracking store does not answer: {str(error)[:300]}") from error
+
+    def _send(self, batch: Sequence[Operation]) -> None:
+        values = batch[0].values
+        match batch[0].kind:
+            case "metrics":
+                self._metrics(batch)
+            case "params":
+                self._params(values)
+            case "tags":
+                self._tags(values)
+            case "artifact":
+                self._client.log_artifact(self._run_id, values["file"], values["folder"] or None)
+                if values["spooled"]:
+                    shutil.rmtree(Path(values["file"]).parent)
+            case "table":
+                self._table(Path(values["file"]), values["name"])
+            case "resume":
+                num_resumes = int(self._client.get_run(self._run_id).data.tags.get("hybrid.resumes", "0"))
+                self._tags({**values, "hybrid.resumes": str(num_resumes + 1)})
+                self._client.update_run(self._run_id, status="RUNNING")
+            case "status":
+                self._client.set_terminated(self._run_id, values["status"], batch[0].time_ms)
+
+    def _metrics(self, batch: Sequence[Operation]) -> None:
+        from mlflow.entities import Metric
+
+        points = [Metric(k, v, one.time_ms, one.step) for one in batch for k, v in one.values.items()]
+        for start in range(0, len(points), _METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=points[start : start + _METRICS_PER_CALL])
+
+    def _params(self, values: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        data = self._client.get_run(self._run_id).data
+        fresh = [Param(key, value) for key, value in values.items() if key not in data.params]
+        for start in range(0, len(fresh), _ENTRIES_PER_CALL):
+            self._client.log_batch(self._run_id, params=fresh[start : start + _ENTRIES_PER_CALL])
+        num_resumes = data.tags.get("hybrid.resumes", "0")
+        changed = {key: value for key, value in values.items() if data.params.get(key, value) != value}
+        self._tags({f"resume/{num_resumes}/{key}": value for key, value in changed.items()})
+
+    def _table(self, file: Path, name: str) -> None:
+        import pandas as pd
+
+        # of objects, for mlflow asks pandas for object columns in a way that pandas 3 deprecates for text columns
+        rows = pd.DataFrame(json.loads(file.read_text(encoding="utf-8")), dtype=object)
+        self._client.log_table(self._run_id, rows, name)
+        shutil.rmtree(file.parent)
+
+    def _tags(self, values: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        entries = [RunTag(key, value) for key, value in values.items()]
+        for start in range(0, len(entries), _ENTRIES_PER_CALL):
+            self._client.log_batch(self._run_id, tags=entries[start : start + _ENTRIES_PER_CALL])
+
+
+def _leading_metrics(operations: Sequence[Operation]) -> Sequence[Operation]:
+    """The metrics at the front that fit into one call, or the first operation alone if it is of another kind."""
+    num_points = 0
+    for index, operation in enumerate(operations):
+        num_points += len(operation.values)
+        if operation.kind != "metrics" or num_points > _METRICS_PER_CALL:
+            return operations[: max(index, 1)]
+    return operations
