@@ -1,0 +1,110 @@
+"""The queue alone, with a receiver that comes and goes."""
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid.delivery import Delivery, LostError, Operation, read_buffer
+
+
+class Receiver:
+    """Takes operations while it is there."""
+
+    def __init__(self):
+        self.there = True
+        self.taken = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, operations):
+        self.gate.wait(10)
+        if not self.there:
+            raise LostError("gone")
+        if operations[0].values.get("poison"):
+            raise RuntimeError("poison")
+        self.taken.append(operations[0].step)
+        return 1
+
+
+def point(step, **values):
+    return Operation(kind="metrics", values=values or {"x": 1.0}, step=step)
+
+
+def test_putting_never_waits_for_the_receiver(tmp_path):
+    receiver = Receiver()
+    receiver.gate.clear()
+    delivery = Delivery(receiver, tmp_path / "b.jsonl", {})
+    for step in range(100):
+        delivery.put(point(step))
+    assert delivery.num_waiting == 100
+    receiver.gate.set()
+    assert delivery.close() == 0
+    assert receiver.taken == list(range(100))
+
+
+def test_what_waits_survives_a_crash_and_goes_out_first(tmp_path):
+    gone = Receiver()
+    gone.there = False
+    crashed = Delivery(gone, tmp_path / "b.jsonl", {"run": "1"})
+    crashed.put(point(0))
+    crashed.flush()
+    for step in (1, 2):
+        crashed.put(point(step))
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"kind": "metr')  # cut off by the crash; never closed
+    receiver = Receiver()
+    delivery = Delivery(receiver, tmp_path / "b.jsonl", {"run": "1"})
+    delivery.put(point(3))
+    assert delivery.close() == 0
+    assert receiver.taken == [0, 1, 2, 3]
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_a_buffer_of_another_run_is_left_alone(tmp_path):
+    gone = Receiver()
+    gone.there = False
+    first = Delivery(gone, tmp_path / "b.jsonl", {"run": "1"})
+    first.put(point(0))
+    first.close()
+    receiver = Receiver()
+    assert Delivery(receiver, tmp_path / "b.jsonl", {"run": "2"}).close() == 0
+    assert receiver.taken == []
+    assert len(read_buffer(tmp_path / "b.jsonl")[1]) == 1
+
+
+def test_a_lost_receiver_is_tried_again_at_the_next_operation_after_the_wait(tmp_path):
+    receiver = Receiver()
+    receiver.there = False
+    patient = Delivery(receiver, tmp_path / "p.jsonl", {}, retry_after_s=1000.0)
+    eager = Delivery(receiver, tmp_path / "e.jsonl", {}, retry_after_s=0.0)
+    for delivery in (patient, eager):
+        delivery.put(point(0))
+        delivery.flush()
+    receiver.there = True
+    patient.put(point(1))
+    assert patient.num_waiting == 2
+    eager.put(point(1))
+    assert eager.close() == 0
+    assert receiver.taken == [0, 1]
+    assert patient.close() == 0
+
+
+@given(st.lists(st.sampled_from(["good", "poison", "lose", "return"]), max_size=12))
+def test_order_holds_and_nothing_is_lost_whatever_happens(tmp_path_factory, events):
+    folder = tmp_path_factory.mktemp("delivery")
+    receiver = Receiver()
+    delivery = Delivery(receiver, folder / "b.jsonl", {}, retry_after_s=0.0)
+    for step, event in enumerate(events):
+        match event:
+            case "good":
+                delivery.put(point(step))
+            case "poison":
+                delivery.put(point(step, poison=True))
+            case _:
+                delivery.flush()
+                receiver.there = event == "return"
+    receiver.there = True
+    assert delivery.close() == 0
+    assert receiver.taken == [step for step, event in enumerate(events) if event == "good"]
+    assert delivery.num_refused == events.count("poison")
