@@ -1,0 +1,193 @@
+"""The student's next-token distributions against a teacher's, a slice of tokens at a time.
+
+The full vocabulary of a whole batch, [B, T, V] in float32, is never held: hidden states are kept, and logits are made for
+`CHUNK_TOKENS` tokens, used, and (with gradients) made again in the backward pass.
+
+`add_distribution_head` patches a model's forward as TRL's fused head does, so that the pass runs inside the wrapped
+module (DDP, DeepSpeed) and no second forward is needed: `model(..., distribution=Request(...))` returns a dictionary.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hybrid.objective.divergence import divergence, kl, with_tail
+from hybrid.objective.losses import Divergence
+
+CHUNK_TOKENS = 128
+"""Tokens whose logits are held at once; at a vocabulary of 151,936 that is 78 MB in float32."""
+
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a distribution pass shall measure at the last T positions.
+
+    Attributes:
+      target_BT: the sampled ids.
+      mask_BT: True where a token counts; nothing is computed elsewhere.
+      temperature: of the sampler, at which log-probs and entropies are taken.
+      divergences: which divergences, each at its own temperature.
+      teacher_hidden_BTH: the teacher's hidden states, and
+      teacher_head: what makes logits of them; both for full-support divergences.
+      support_ids_BTK: ids of a top-k support (-1 is padding), and
+      support_logprob_BTK: the teacher's log-probs there.
+      num_top: how many of the student's most likely ids to return; 0 for none.
+      vocab_size: real tokens that both vocabularies share; None for all.
+    """
+
+    target_BT: Int[Tensor, "B T"]
+    mask_BT: Bool[Tensor, "B T"]
+    temperature: float = 1.0
+    divergences: tuple[Divergence, ...] = ()
+    teacher_hidden_BTH: Float[Tensor, "B T H"] | None = None
+    teacher_head: Head | None = None
+    support_ids_BTK: Int[Tensor, "B T K"] | None = None
+    support_logprob_BTK: Float[Tensor, "B T K"] | None = None
+    num_top: int = 0
+    vocab_size: int | None = None
+
+
+def add_distribution_head(model: nn.Module) -> None:
+    """Lets `model(..., distribution=Request(...))` return measurements instead of logits.
+
+    Args:
+      model: a causal language model with `base_model` and an output embedding; not the wrapper around it.
+    """
+    inner_forward = model.forward
+
+    @functools.wraps(inner_forward)
+    def forward(*args: Any, distribution: Request | None = None, **kwargs: Any) -> Any:
+        if distribution is None:
+            return inner_forward(*args, **kwargs)
+        kwargs.pop("labels", None)
+        hidden_BLH = model.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+        num_kept = distribution.target_BT.shape[1]
+        return measure(hidden_BLH[:, -num_kept - 1 : -1], logit_head(model), distribution)
+
+    model.forward = forward
+
+
+def logit_head(model: Any) -> Head:
+    """Hidden -> logits as the model itself makes them: output embedding, multiplier, soft cap."""
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    factor = next(
+        (
+            value
+            for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")
+            if (value := getattr(config, name, None)) is not None
+        ),
+        1.0,
+    )
+    if getattr(config, "logits_scaling", None) is not None:
+        factor = config.logits_scaling if config.model_type == "hyperclovax" else 1 / config.logits_scaling
+
+    def head(hidden: Tensor) -> Tensor:
+        logits = model.get_output_embeddings()(hidden) * factor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return head
+
+
+def measure(hidden_BTH: Float[Tensor, "B T H"], head: Head, request: Request) -> dict[str, Tensor]:
+    """Measures the requested quantities; differentiable with respect to `hidden_BTH` and the head.
+
+    Returns:
+      "logprobs" and "entropies" [B, T]; "divergence/i" [B, T] for each divergence; "support_logprobs" [B, T, K] of the
+      student on the support; "top_ids", "top_logprobs" and, with a full teacher, "teacher_top_logprobs" [B, T, num_top].
+      All are 0 (ids -1, top log-probs -inf) where the mask is False.
+    """
+    mask_BT = request.mask_BT
+    picked = [hidden_BTH[mask_BT], request.target_BT[mask_BT]]
+    picked += [x[mask_BT] for x in _rows_of(request)]
+    chunks = [torch.split(x, CHUNK_TOKENS) for x in picked]
+    outputs = []
+    for parts in zip(*chunks, strict=True):
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(_measure_chunk, head, request, *parts, use_reentrant=False))
+        else:
+            outputs.append(_measure_chunk(head, request, *parts))
+    if not outputs:
+        outputs = [_measure_chunk(head, request, *picked)]
+    whole = {key: torch.cat([output[key] for output in outputs]) for key in outputs[0]}
+    return {key: _scatter(value_N, mask_BT, _FILL.get(key, 0.0)) for key, value_N in whole.items()}
+
+
+_FILL = {"top_ids": -1, "top_logprobs": -torch.inf, "teacher_top_logprobs": -torch.inf}
+
+
+def _rows_of(request: Request) -> Sequence[Tensor]:
+    optional = (request.teacher_hidden_BTH, request.support_ids_BTK, request.support_logprob_BTK)
+    return [x for x in optional if x is not None]
+
+
+def _scatter(value_N: Tensor, mask_BT: Tensor, fill: float) -> Tensor:
+    out = value_N.new_full((*mask_BT.shape, *value_N.shape[1:]), fill)
+    return out.masked_scatter(mask_BT.view(*mask_BT.shape, *(1,) * (value_N.dim() - 1)).expand_as(out), value_N)
+
+
+def _measure_chunk(
+    head: Head, request: Request, hidden_NH: Tensor, target_N: Tensor, *rest: Tensor
+) -> dict[str, Tensor]:
+    extra = list(rest)
+    teacher_hidden_NH = extra.pop(0) if request.teacher_hidden_BTH is not None else None
+    support_ids_NK = extra.pop(0) if request.support_ids_BTK is not None else None
+    support_log_NK = extra.pop(0) if request.support_logprob_BTK is not None else None
+    logits_NV = head(hidden_NH).float()
+    log_NV = torch.log_softmax(logits_NV / request.temperature, -1)
+    out = {
+        "logprobs": log_NV.gather(-1, target_N[:, None]).squeeze(-1),
+        "entropies": -(log_NV.exp() * log_NV).sum(-1),
+    }
+    if support_ids_NK is not None:
+        gathered_NK = log_NV.gather(-1, support_ids_NK.clamp(min=0))
+        out["support_logprobs"] = gathered_NK.masked_fill(support_ids_NK < 0, 0)
+    for index, wanted in enumerate(request.divergences):
+        student_NV = shared_log_softmax(logits_NV, wanted.temperature, request.vocab_size)
+        if wanted.support == "full":
+            assert teacher_hidden_NH is not None and request.teacher_head is not None
+            teacher_logits_NV = request.teacher_head(teacher_hidden_NH).float()
+            teacher_NV = shared_log_softmax(teacher_logits_NV, wanted.temperature, request.vocab_size)
+            width = min(student_NV.shape[-1], teacher_NV.shape[-1])
+            if student_NV.shape[-1] != teacher_NV.shape[-1]:
+                student_NV = shared_log_softmax(logits_NV, wanted.temperature, width)
+                teacher_NV = shared_log_softmax(teacher_logits_NV, wanted.temperature, width)
+            out[f"divergence/{index}"] = divergence(student_NV, teacher_NV, wanted.kind, wanted.beta)
+        else:
+            assert support_ids_NK is not None and support_log_NK is not None
+            student_NS = on_support(student_NV, support_ids_NK)
+            out[f"divergence/{index}"] = divergence(student_NS, with_tail(support_log_NK), wanted.kind, wanted.beta)
+    if request.num_top:
+        out["top_logprobs"], out["top_ids"] = log_NV.topk(min(request.num_top, log_NV.shape[-1]), -1)
+        if teacher_hidden_NH is not None and request.teacher_head is not None:
+            teacher_NV = torch.log_softmax(request.teacher_head(teacher_hidden_NH).float() / request.temperature, -1)
+            out["teacher_top_logprobs"] = teacher_NV.gather(-1, out["top_ids"])
+    return out
+
+
+def shared_log_softmax(logits: Float[Tensor, "*s V"], temperature: float, width: int | None) -> Float[Tensor, "*s W"]:
+    """Log-softmax at a temperature over the first `width` tokens: a padded vocabulary's extra rows are no tokens."""
+    return torch.log_softmax(logits[..., :width] / temperature, -1)
+
+
+def on_support(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Float[Tensor, "N K1"]:
+    """Log-probs of a support (-inf for padding ids) and, exactly, of everything outside it."""
+    inside_NK = torch.where(ids_NK < 0, ids_NK[:, :1], ids_NK).clamp(min=0)
+    tail_N1 = log_NV.scatter(-1, inside_NK, -torch.inf).logsumexp(-1, keepdim=True)
+    top_NK = log_NV.gather(-1, inside_NK).masked_fill(ids_NK < 0, -torch.inf)
+    return torch.cat([top_NK, tail_N1], -1)
+
+
+def coarse_reverse_kl(
+    student_top_BTK: Float[Tensor, "B T K"], teacher_top_BTK: Float[Tensor, "B T K"]
+) -> Float[Tensor, "B T"]:
+    """KL(student || teacher) on a support and one tail bucket, from log-probs of the same ids (KAT, arXiv 2606.09471)."""
+    return kl(with_tail(student_top_BTK), with_tail(teacher_top_BTK))

@@ -1,0 +1,151 @@
+"""What stands between a generation batch and its micro-batches: its rows of the global credit, and what a loss reads.
+
+Pure functions and records, so that `trainer.py` holds the overridden seams alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from hybrid.collect import Plan, Rollout, Scorer
+from hybrid.errors import ConfigError, MissingMeasurement
+from hybrid.methods.base import MethodConfig
+from hybrid.objective.losses import PolicyLoss
+from hybrid.objective.objective import Assignment, Objective, Term
+from hybrid.types import RolloutBatch, take_rows
+
+IMAGE_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+)
+"""Image tensors that a model's forward takes, as TRL's batch dictionary names them."""
+
+
+@dataclass
+class Generation:
+    """The generation batch that micro-batches are taken from: credit, measurements, and what the loss needs beside."""
+
+    assignment: Assignment
+    batch: RolloutBatch
+    scored: dict[str, Any] = field(default_factory=dict)
+    policy_value_BT: Tensor | None = None
+
+
+@dataclass
+class StepWatch:
+    """What an observer of a generation batch is given: global rows, credit, texts."""
+
+    step: int
+    batch: RolloutBatch
+    assignment: Assignment
+    objective: Objective
+    rollouts: Sequence[Rollout]
+    rewards: Tensor | None
+    reward_names: Sequence[str]
+
+
+def image_inputs(out: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """The image tensors of all rows; image-indexed tensors are cut by rows only where each row has one image."""
+    images = {key: out[key] for key in IMAGE_KEYS if out.get(key) is not None}
+    if not images or rows == slice(None):
+        return images
+    num_images = out["num_images"]
+    first, last = sum(num_images[: rows.start]), sum(num_images[: rows.stop])
+    cut = {}
+    for key, value in images.items():
+        if key == "pixel_values" and "image_grid_thw" in images:
+            patches = images["image_grid_thw"].prod(-1)
+            cut[key] = value[int(patches[:first].sum()) : int(patches[:last].sum())]
+        elif key in ("image_grid_thw", "image_sizes") or (key == "pixel_values" and len(value) == sum(num_images)):
+            cut[key] = value[first:last]
+        else:
+            cut[key] = value[rows]
+    return cut
+
+
+def rows_of(assignment: Assignment, rows: Tensor) -> Assignment:
+    """The credit of some rows."""
+    return Assignment(tuple(take_rows(term, rows) for term in assignment.terms))
+
+
+def narrowed(term: Any, width: int, share_width: int) -> Any:
+    """A term's credit cut to this process's width; a demonstration's share keeps its own."""
+    cut = {"value_BT": term.value_BT[:, :width], "kept_BT": term.kept_BT[:, :width]}
+    if term.candidate_BTK is not None:
+        cut["candidate_BTK"] = term.candidate_BTK[:, :width]
+    if share_width == term.value_BT.shape[1]:
+        cut["share_BT"] = term.share_BT[:, :width]
+    return replace(term, **cut)
+
+
+def without_heads(generation: Generation | None) -> Generation | None:
+    """The generation without what cannot be saved."""
+    if generation is None:
+        return None
+    return replace(generation, scored={name: replace(s, head=None) for name, s in generation.scored.items()})
+
+
+def parent_term(objective: Objective, args: Any) -> Term | None:
+    """The term that TRL's own surrogate computes: the only policy term, unscaled and without candidates.
+
+    With several policy terms, TRL's part is left with advantage 0 and every term is computed with its own clip,
+    mask and denominator.
+
+    Raises:
+      ConfigError: a loss type other than dapo, with a method that brings its own reduction.
+    """
+    policy = [term for term in objective.terms if isinstance(term.loss, PolicyLoss)]
+    single = len(policy) == 1 and not policy[0].scale and "scores.student.top" not in policy[0].needs
+    plain = single and policy[0].reduction.name == "token_mean"
+    if args.loss_type != "dapo" and not (plain and len(objective.terms) == 1):
+        raise ConfigError(
+            f"loss_type {args.loss_type!r} is TRL's own reduction and works with methods of one policy term that leave "
+            "the reduction at token_mean (grpo, opd, opdvr, ...); leave loss_type at dapo, the method brings its own"
+        )
+    return policy[0] if single else None
+
+
+def set_clipping(trainer: Any, loss: Any) -> None:
+    """Gives TRL's surrogate the method's clip, unless the method has TRL's defaults: then the config's own values hold.
+
+    Raises:
+      ConfigError: both the method and the config ask for a clip of their own.
+    """
+    if loss == PolicyLoss():
+        return
+    args = trainer.args
+    own = (args.epsilon, args.epsilon_high, args.delta, args.importance_sampling_level)
+    if own != (0.2, None, None, "token"):
+        raise ConfigError(
+            f"epsilon, epsilon_high, delta and importance_sampling_level are {own} in the config, and the method has "
+            f"{loss}; set them in the method alone"
+        )
+    trainer.epsilon_low, trainer.epsilon_high = loss.clip_low, loss.clip_high
+    args.delta, trainer.importance_sampling_level = loss.dual_clip, loss.level
+
+
+def check_run(
+    method: MethodConfig | Objective, plan: Plan, scorers: Mapping[str, Scorer], args: Any, *, rewarded: bool
+) -> None:
+    """Refuses a run that cannot measure what its method reads."""
+    name = getattr(method, "name", "the objective")
+    if "reward" in plan.needs and not rewarded:
+        raise MissingMeasurement(f"{name} needs reward, and no reward function is given; pass reward_funcs")
+    missing = [view for view in plan.views if view not in scorers]
+    if plan.distribution and "teacher" not in scorers:
+        missing.append("teacher")
+    if missing:
+        raise MissingMeasurement(f"{name} needs scores.{missing[0]}, and no teacher gives it; pass teacher=")
+    least = getattr(method, "smallest_group", getattr(method, "min_generations", 1))
+    if args.num_generations < least:
+        raise ConfigError(
+            f"{name} compares at least {least} responses per prompt, and num_generations is {args.num_generations}"
+        )
+    if args.temperature <= 0:
+        raise ConfigError(f"temperature is {args.temperature}: training samples need a temperature above 0")

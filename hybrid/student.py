@@ -1,0 +1,76 @@
+"""The student's own forward over its rollouts: what must be measured before credit can be assigned."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from hybrid.collect import Plan, StudentMeasures
+from hybrid.distributions import Request
+from hybrid.errors import ConfigError
+from hybrid.types import View
+from teachers.scores import TeacherScores
+
+Run = Callable[[slice, Request], dict[str, Tensor]]
+"""One forward of the student over some rows that answers a request."""
+
+
+@torch.no_grad()
+def measure_student(
+    run: Run,
+    completion_BT: Int[Tensor, "B T"],
+    mask_BT: Bool[Tensor, "B T"],
+    plan: Plan,
+    teacher: TeacherScores | None,
+    temperature: float,
+    rows_per_forward: int,
+) -> StudentMeasures:
+    """Log-probs and entropies of the rollouts; top-k candidates and the reverse KL where the plan reads them.
+
+    Args:
+      run: the forward.
+      completion_BT: sampled ids.
+      mask_BT: which of them count.
+      plan: what the objective reads.
+      teacher: the teacher's scores; with hidden states, its log-probs of the candidates are made here too.
+      temperature: of the sampler.
+      rows_per_forward: rows of one forward.
+
+    Raises:
+      ConfigError: the objective gates on kl, and none of its terms says on which support.
+    """
+    reverse = [d for d in plan.divergences if d.kind == "reverse_kl"]
+    if "kl" in plan.needs and not reverse:
+        raise ConfigError("the method reads kl but has no reverse-KL term that says on which support it is meant")
+    hidden_BTH = teacher.hidden_BTH if teacher is not None else None
+    full = hidden_BTH is not None and "kl" in plan.needs and reverse[0].support == "full"
+    parts = []
+    for start in range(0, len(mask_BT), rows_per_forward):
+        rows = slice(start, start + rows_per_forward)
+        request = Request(
+            target_BT=completion_BT[rows],
+            mask_BT=mask_BT[rows],
+            temperature=temperature,
+            divergences=(reverse[0],) if full else (),
+            teacher_hidden_BTH=None if hidden_BTH is None else hidden_BTH[rows].to(mask_BT.device),
+            teacher_head=None if teacher is None else teacher.head,
+            num_top=plan.top_k,
+        )
+        parts.append(run(rows, request))
+    whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    top = None
+    if plan.top_k:
+        top = View(
+            logprob_BT=whole["logprobs"],
+            valid_BT=mask_BT,
+            top_ids_BTK=whole["top_ids"],
+            top_logprob_BTK=whole["top_logprobs"],
+        )
+    return StudentMeasures(
+        logprob_BT=whole["logprobs"],
+        entropy_BT=whole["entropies"],
+        reverse_kl_BT=whole.get("divergence/0"),
+        top=top,
+        teacher_top_BTK=whole.get("teacher_top_logprobs"),
+    )

@@ -1,0 +1,419 @@
+"""`HybridTrainer` and `HybridConfig`: TRL's GRPO trainer with an objective in place of the group advantage.
+
+The only file that imports trl. The overridden seams (design section 4) are pinned by `tests/parity/test_trl_seams.py`.
+Everything TRL's users know stays: `GRPOConfig` fields, reward functions, callbacks, PEFT, VLM datasets.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from hybrid.collect import (
+    Plan,
+    Rollout,
+    head_of,
+    join,
+    score_candidates,
+    score_views,
+    scorers_of,
+)
+from hybrid.distributions import Request, add_distribution_head
+from hybrid.errors import ConfigError
+from hybrid.gather import gather_batch
+from hybrid.generation import (
+    IMAGE_KEYS,
+    Generation,
+    StepWatch,
+    check_run,
+    image_inputs,
+    narrowed,
+    parent_term,
+    rows_of,
+    set_clipping,
+    without_heads,
+)
+from hybrid.methods import MethodConfig, method_of
+from hybrid.objective.losses import StudentPass
+from hybrid.objective.objective import Assignment, Objective
+from hybrid.student import measure_student
+from hybrid.types import RolloutBatch, take_rows
+
+STATE_FILE = "hybrid_state_rank{rank}.pt"
+
+
+@dataclass
+class HybridConfig(GRPOConfig):
+    """`GRPOConfig` with defaults that fit: no reporter, no bf16 on a machine without a GPU, one generation allowed.
+
+    Attributes:
+      watch: called after credit is assigned, on the main process, with the whole batch; launch.py records through it.
+    """
+
+    def __post_init__(self) -> None:
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+        if not torch.cuda.is_available() and self.bf16 is None:
+            self.use_cpu, self.bf16 = True, False
+        if self.report_to is None or self.report_to == "all":
+            self.report_to = "none"
+        single = self.num_generations == 1
+        if single:
+            # TRL refuses one generation because its advantage needs two; the methods say themselves what they need.
+            self.num_generations = 2
+        super().__post_init__()
+        if single:
+            self.num_generations = 1
+        epsilon_high = self.epsilon_high if self.epsilon_high is not None else self.epsilon
+        if self.loss_type == "cispo" and epsilon_high < 1:
+            raise ConfigError(
+                f"loss_type cispo clips every ratio at epsilon_high = {epsilon_high}, which shrinks all gradients; "
+                "set epsilon_high to 1 or more (5.0 in its paper)"
+            )
+
+
+def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float]:  # TRL calls reward functions with **columns
+    """Stands where a method needs no reward; its zeros are never read."""
+    return [0.0] * len(prompts)
+
+
+class HybridTrainer(GRPOTrainer):
+    """Trains a student by an objective of reward and teacher terms.
+
+    Args:
+      model: the student: a path, a hub name or a loaded causal language model.
+      method: a method's settings (`Opdvr()`), its name, or an `Objective` of your own.
+      teacher: a `Teacher`, a path or a loaded model for the view "teacher"; or a mapping view -> `Scorer`.
+      reward_funcs: TRL reward functions; may be left out where the method needs no reward.
+      args: a `HybridConfig`.
+      train_dataset: rows with a `prompt`, and the columns that the reward functions read.
+      peft_config: a LoRA configuration, as in TRL.
+      watch: called with a `StepWatch` after each credit assignment (main process).
+
+    All other arguments are TRL's.
+
+    Raises:
+      ConfigError: the method needs a reward, a teacher or more generations than this run has.
+
+    Example:
+      >>> trainer = HybridTrainer("my-student", method="opdvr", teacher="my-teacher", reward_funcs=[correct],
+      ...                         args=HybridConfig("out"), train_dataset=prompts)
+      >>> trainer.train()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        method: MethodConfig | Objective | str | Mapping[str, Any] = "grpo",
+        teacher: Any = None,
+        reward_funcs: Any = None,
+        args: HybridConfig | None = None,
+        train_dataset: Dataset | None = None,
+        *,
+        watch: Callable[[StepWatch], None] | None = None,
+        **trl: Any,
+    ) -> None:
+        args = args if args is not None else HybridConfig()
+        self.method = method if isinstance(method, Objective) else method_of(method)
+        self.objective = self.method if isinstance(self.method, Objective) else self.method.build()
+        self.plan = Plan.of(self.objective, getattr(self.method, "top_k", 0))
+        self.scorers = scorers_of(teacher, args.temperature)
+        self.rewarded = bool(reward_funcs)
+        self.watch = watch
+        self.method_state = self.objective.init()
+        self._captured: dict[str, Any] | None = None
+        self._generation: Generation | None = None
+        self._request: Request | None = None
+        self._pass: dict[str, Tensor] | None = None
+        check_run(self.method, self.plan, self.scorers, args, rewarded=self.rewarded)
+        super().__init__(model, reward_funcs=reward_funcs or no_reward, args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
+        unwrapped: Any = self.accelerator.unwrap_model(self.model)
+        add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
+        self._parent_term = parent_term(self.objective, args)
+        if self._parent_term is not None:
+            set_clipping(self, self._parent_term.loss)
+
+    # --- rollouts ---------------------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._captured = {"inputs": inputs, "prompts": prompts, "ids": completion_ids_list, "rewards": rewards}
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        out = super()._generate_and_score_completions(inputs)
+        captured, self._captured = self._captured, None
+        assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
+        own = self._rollouts(out, captured)
+        everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
+        batch, scored = self._measure(out, own, everyone)
+        whole = gather_batch(batch, self.accelerator.gather)
+        assignment, state = self.objective.assign(whole, self.method_state)
+        if self.model.training:
+            self.method_state = state
+        self._note(assignment, whole, scored)
+        if self.watch is not None and self.accelerator.is_main_process and self.model.training:
+            names = list(self.reward_func_names) if self.rewarded else []
+            rewards = captured["rewards"] if self.rewarded else None
+            self.watch(StepWatch(batch.step, whole, assignment, self.objective, everyone, rewards, names))
+        self._generation = self._local(assignment, batch, scored, out)
+        out["hybrid_row"] = torch.arange(len(own), device=out["completion_ids"].device)
+        return out
+
+    def _rollouts(self, out: Mapping[str, Any], captured: Mapping[str, Any]) -> list[Rollout]:
+        """The rows of this process, with group numbers that hold on every process."""
+        rewards_BF = captured["rewards"]
+        weights_F = self.reward_weights.to(rewards_BF.device)
+        reward_B = (rewards_BF * weights_F).nansum(1).masked_fill(rewards_BF.isnan().all(1), torch.nan)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        first = self.accelerator.process_index * len(captured["inputs"])
+        rollouts = []
+        for row, example in enumerate(captured["inputs"]):
+            images = example.get("images") or ([example["image"]] if example.get("image") is not None else [])
+            ids = captured["ids"][row]
+            rollouts.append(
+                Rollout(
+                    prompt=captured["prompts"][row],
+                    prompt_ids=tuple(out["prompt_ids"][row][out["prompt_mask"][row].bool()].tolist()),
+                    completion_ids=tuple(int(token) for token in ids),
+                    text=self._tokenizer.decode(ids, skip_special_tokens=True),
+                    group=(first + row) // size,
+                    position=(first + row) % size,
+                    reward=float(reward_B[first + row]),
+                    columns={k: v for k, v in example.items() if k not in ("prompt", "image", "images")},
+                    images=tuple(images),
+                )
+            )
+        return rollouts
+
+    def _measure(
+        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout]
+    ) -> tuple[RolloutBatch, dict[str, Any]]:
+        """Teacher scores and the student's own log-probs of the rollouts, joined."""
+        mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
+        width = mask_BT.shape[1]
+        scored = score_views(self.plan, self.scorers, own, everyone, width)
+        student = None
+        if self.plan.student:
+            run = partial(self._run, self.model, out)
+            size = self.args.per_device_train_batch_size
+            student = measure_student(
+                run, out["completion_ids"], mask_BT, self.plan, scored.get("teacher"), self.temperature, size
+            )
+        if student is not None and student.top is not None and student.teacher_top_BTK is None:
+            scored["teacher"] = score_candidates(self.scorers["teacher"], own, everyone, student.top, width)
+        eos = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        truncated = [bool(r.completion_ids) and r.completion_ids[-1] not in eos for r in own]
+        batch = join(
+            plan=self.plan,
+            own=own,
+            mask_BT=mask_BT,
+            truncated_B=torch.tensor(truncated, device=mask_BT.device),
+            scored=scored,
+            student=student,
+            encode=lambda text: [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id],
+            rewarded=self.rewarded,
+            step=self.state.global_step,
+            max_length=self.max_completion_length,
+        )
+        return batch, scored
+
+    def _run(self, model: Any, out: Mapping[str, Any], rows: slice, request: Request) -> dict[str, Tensor]:
+        """One forward of the (wrapped) student that answers a request."""
+        ids = torch.cat([out["prompt_ids"][rows], out["completion_ids"][rows]], 1)
+        attention = torch.cat([out["prompt_mask"][rows], out["completion_mask"][rows]], 1)
+        images = image_inputs(out, rows)
+        with self.accelerator.autocast():
+            return model(input_ids=ids, attention_mask=attention, distribution=request, **images)
+
+    def _local(
+        self, assignment: Assignment, batch: RolloutBatch, scored: dict[str, Any], out: dict[str, Any]
+    ) -> Generation:
+        """This process's rows of the global credit, cut back to its own width, and the advantage for TRL's surrogate."""
+        first = self.accelerator.process_index * len(batch.group_B)
+        rows, width = slice(first, first + len(batch.group_B)), batch.mask_BT.shape[1]
+        terms = tuple(narrowed(take_rows(term, rows), width, term.share_BT.shape[1]) for term in assignment.terms)
+        generation = Generation(Assignment(terms, assignment.metrics), batch, scored)
+        if self._parent_term is not None:
+            generation.policy_value_BT = self._parent_advantage(terms, batch, out)
+        return generation
+
+    def _parent_advantage(self, terms: Sequence[Any], batch: RolloutBatch, out: Mapping[str, Any]) -> Tensor:
+        """The advantage under which TRL's loss is our policy term: TRL's denominator is divided out again."""
+        index = self.objective.terms.index(self._parent_term)  # pyright: ignore[reportArgumentType]
+        value_BT, share_BT = terms[index].value_BT, terms[index].share_BT
+        if self.loss_type != "dapo":
+            return value_BT
+        uniform_BT = batch.mask_BT.to(share_BT.dtype) / out["num_items_in_batch"].clamp(min=1)
+        if torch.allclose(share_BT, uniform_BT, rtol=1e-6, atol=0):
+            return value_BT
+        return value_BT * share_BT * out["num_items_in_batch"].clamp(min=1)
+
+    # --- loss -------------------------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if self._request is None:
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            if self._pass is not None:
+                self._pass["logprobs"] = result[0]
+            return result
+        request, self._request = self._request, None
+        ids, attention = args[0], args[1]
+        images = {key: kwargs[key] for key in IMAGE_KEYS if kwargs.get(key) is not None}
+        with self.accelerator.autocast():
+            self._pass = model(input_ids=ids, attention_mask=attention, distribution=request, **images)
+        assert self._pass is not None
+        return self._pass["logprobs"], self._pass["entropies"].detach(), None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        generation = self._generation
+        assert generation is not None, "a generation batch was scored before its loss"
+        rows = inputs["hybrid_row"]
+        batch, assignment = generation.batch.rows(rows), rows_of(generation.assignment, rows)
+        self._pass = {}
+        self._request = self._loss_request(inputs, batch, generation, rows)
+        if generation.policy_value_BT is not None:
+            advantages = generation.policy_value_BT[rows]
+        else:
+            advantages = torch.zeros_like(batch.mask_BT, dtype=torch.float32)
+        loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
+        measured, self._pass = self._pass, None
+        student = self._student_pass(model, inputs, batch, assignment, measured)
+        old_BT = inputs.get("old_per_token_logps")
+        batch = replace(batch, student_logprob_BT=student.logprob_BT.detach() if old_BT is None else old_BT)
+        own = self.objective.loss(assignment, batch, student)
+        scale = self._micro_batches()
+        self._log_terms(own)
+        kept = own.kl + own.sft + (own.policy if self._parent_term is None else 0)
+        return loss + kept * self.accelerator.num_processes * scale
+
+    def _micro_batches(self) -> float:
+        """Micro-batches of a generation batch per micro-batch of an optimizer step; TRL's own rescaling (dapo)."""
+        if not self.model.training:
+            return 1.0
+        return self.args.steps_per_generation / self.current_gradient_accumulation_steps
+
+    def _loss_request(
+        self, inputs: Mapping[str, Any], batch: RolloutBatch, generation: Generation, rows: Tensor
+    ) -> Request | None:
+        """What the loss's forward must measure beside log-probs; None for TRL's own fused forward."""
+        candidates = any(term.candidate_BTK is not None for term in generation.assignment.terms)
+        if not self.objective.divergences and not candidates:
+            return None
+        scores = generation.scored.get("teacher")
+        hidden = scores.hidden_BTH if scores is not None else None
+        teacher = batch.views.get("teacher")
+        return Request(
+            target_BT=inputs["completion_ids"],
+            mask_BT=batch.mask_BT,
+            temperature=self.temperature,
+            divergences=self.objective.divergences,
+            teacher_hidden_BTH=None if hidden is None else hidden.to(rows.device)[rows],
+            teacher_head=None if scores is None else scores.head,
+            support_ids_BTK=None if teacher is None else teacher.top_ids_BTK,
+            support_logprob_BTK=None if teacher is None else teacher.top_logprob_BTK,
+        )
+
+    def _student_pass(
+        self, model: Any, inputs: Mapping[str, Any], batch: RolloutBatch, assignment: Assignment, measured: Any
+    ) -> StudentPass:
+        """The live student in the form the objective reads; runs the demonstrations of a likelihood term."""
+        divergences = {d: measured[f"divergence/{i}"] for i, d in enumerate(self.objective.divergences)}
+        demonstration_BU = None
+        if batch.demonstration is not None:
+            demonstration_BU = self._demonstrations(model, inputs, batch)
+        return StudentPass(
+            logprob_BT=measured["logprobs"],
+            candidate_logprob_BTK=measured.get("support_logprobs"),
+            divergence_BT=divergences,
+            demonstration_logprob_BU=demonstration_BU,
+        )
+
+    def _demonstrations(self, model: Any, inputs: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
+        """Log-probs of each row's demonstration after its prompt."""
+        demonstration = batch.demonstration
+        assert demonstration is not None
+        mask = demonstration.mask_BU.to(inputs["prompt_mask"].dtype)
+        ids = torch.cat([inputs["prompt_ids"], demonstration.ids_BU], 1)
+        attention = torch.cat([inputs["prompt_mask"], mask], 1)
+        images = image_inputs(inputs, slice(None))
+        width = demonstration.ids_BU.shape[1]
+        return super()._get_per_token_logps_and_entropies(model, ids, attention, width, **images)[0]
+
+    # --- what is noted ----------------------------------------------------------------------------------------------
+
+    def _note(self, assignment: Assignment, whole: RolloutBatch, scored: Mapping[str, Any]) -> None:
+        """Credit's metrics (already global) and what the teachers cost."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, (total, count) in assignment.metrics.items():
+            if count:
+                metrics[name].append(total / count)
+        for name, scores in scored.items():
+            failed = torch.tensor([len(scores.failures)], device=whole.mask_BT.device)
+            metrics[f"{name}/failed_rows"].append(float(self.accelerator.gather(failed).sum()))
+            for key, value in scores.stats.items():
+                if key != "failed_rows":
+                    total = self.accelerator.gather(torch.tensor([float(value)], device=whole.mask_BT.device)).sum()
+                    metrics[f"{name}/{key}"].append(float(total))
+
+    def _log_terms(self, own: Any) -> None:
+        """The three sums over the whole generation batch, as `hybrid explain` would print them."""
+        mode = "train" if self.model.training else "eval"
+        scale = self.args.steps_per_generation if self.model.training else 1
+        parts = torch.stack([own.policy, own.kl, own.sft]).detach()
+        total = self.accelerator.reduce(parts, reduction="sum") * scale
+        for name, value in zip(("policy", "kl", "sft"), total.tolist(), strict=True):
+            self._metrics[mode][f"loss/{name}"].append(value)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        os.makedirs(folder, exist_ok=True)
+        state = {
+            "method_state": self.method_state,
+            "micro_step": self._step,
+            "buffered": self._buffered_inputs,
+            "generation": without_heads(self._generation),
+            "teachers": {
+                name: scorer.teacher.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+                for name, scorer in self.scorers.items()
+                if hasattr(scorer.teacher, "state_dict")
+            },
+        }
+        torch.save(state, os.path.join(folder, STATE_FILE.format(rank=self.accelerator.process_index)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
+        if not os.path.exists(path):
+            raise ConfigError(
+                f"{path} is missing: {checkpoint} was not written by HybridTrainer with as many processes as now; "
+                "resume with the same number of processes"
+            )
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=False)
+        self.method_state = state["method_state"]
+        self._step = state["micro_step"]
+        self._buffered_inputs = state["buffered"]
+        self._generation = state["generation"]
+        self._restore_heads()
+        for name, teacher_state in state["teachers"].items():
+            self.scorers[name].teacher.load_state_dict(teacher_state)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _restore_heads(self) -> None:
+        """A head is code, not state: the teacher that made the hidden states gives it again."""
+        if self._generation is None:
+            return
+        for name, scores in self._generation.scored.items():
+            if scores.hidden_BTH is not None:
+                self._generation.scored[name] = replace(scores, head=head_of(self.scorers[name]))
