@@ -1,0 +1,1 @@
+"""Runs compared: statistics, and the report that shows them."""
