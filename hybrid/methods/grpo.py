@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from hybrid.methods.base import MethodConfig
 from hybrid.objective.groups import Scale
@@ -26,6 +27,7 @@ class Grpo(MethodConfig):
     clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
     clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
 
+    @override
     def build(self) -> Objective:
         return objective(
             name=self.name,

@@ -3,15 +3,48 @@
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 from hybrid.methods.base import MethodConfig
+from hybrid.methods.constant import Constant
+from hybrid.methods.dapo import Dapo
+from hybrid.methods.dr_grpo import DrGrpo
+from hybrid.methods.exopd import ExOpd
 from hybrid.methods.grpo import Grpo
+from hybrid.methods.grpo_opd import GrpoOpd
+from hybrid.methods.gspo import Gspo
+from hybrid.methods.kdrl import Kdrl
 from hybrid.methods.opd import Opd
 from hybrid.methods.opdvr import Grpd, Opdvr
+from hybrid.methods.random_cut import RandomCut
+from hybrid.methods.reinforce_pp import ReinforcePp
+from hybrid.methods.rloo import Rloo
+from hybrid.methods.sdpo import Sdpo
+from hybrid.methods.sft import Sft
+from hybrid.methods.shaping import Shaping
 from hybrid.objective.objective import Objective, mix
 from hybrid.objective.schedules import Number
 
-Single = Annotated[Grpo | Grpd | Opd | Opdvr, Field(discriminator="name")]
+Single = Annotated[
+    Constant
+    | Dapo
+    | DrGrpo
+    | ExOpd
+    | Grpd
+    | Grpo
+    | GrpoOpd
+    | Gspo
+    | Kdrl
+    | Opd
+    | Opdvr
+    | RandomCut
+    | ReinforcePp
+    | Rloo
+    | Sdpo
+    | Sft
+    | Shaping,
+    Field(discriminator="name"),
+]
 """Every method that is not a mixture. A new one is a new file and its name here."""
 
 
@@ -38,5 +71,6 @@ class Mix(MethodConfig):
         """The largest `min_generations` of its parts."""
         return max(part.method.min_generations for part in self.parts)
 
+    @override
     def build(self) -> Objective:
         return mix(*((part.weight, part.method.build()) for part in self.parts))

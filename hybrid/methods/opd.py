@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from hybrid.methods.base import MethodConfig
 from hybrid.objective.losses import Divergence, PolicyLoss, SampledDivergence, TokenLoss
@@ -63,6 +64,7 @@ class Opd(MethodConfig):
             raise ValueError(f"{self.estimator} is defined as a loss here; use: loss, or estimator: k1")
         return self
 
+    @override
     def build(self) -> Objective:
         reduction: Reduction = token_mean() if self.reduction == "token_mean" else response_mean()
         return objective(name=self.name, credit=chain(self.signal()), loss=self.loss(), reduction=reduction)
@@ -72,7 +74,7 @@ class Opd(MethodConfig):
         if self.estimator != "k1":
             return from_teacher_known()
         if self.top_k:
-            return from_candidate_gap(weighting=self.candidate_weight, clip=self.ratio_clip)
+            return from_candidate_gap(top_k=self.top_k, weighting=self.candidate_weight, clip=self.ratio_clip)
         return from_teacher_gap(clip=self.ratio_clip)
 
     def loss(self) -> TokenLoss:

@@ -6,6 +6,7 @@ Differs from the paper: the paper writes a sum over tokens; the authors' code, a
 from typing import ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from hybrid.methods.base import MethodConfig
 from hybrid.objective.gates import Truncated, keep_outcome_agreeing
@@ -44,9 +45,10 @@ class Opdvr(MethodConfig):
     clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
     dual_clip: float | None = Field(3.0, gt=1, description="Bound on the ratio for negative advantages.")
 
+    @override
     def build(self) -> Objective:
         gap = (
-            from_candidate_gap(weighting=self.candidate_weight, clip=self.ratio_clip)
+            from_candidate_gap(top_k=self.top_k, weighting=self.candidate_weight, clip=self.ratio_clip)
             if self.top_k
             else from_teacher_gap(clip=self.ratio_clip)
         )
@@ -80,6 +82,7 @@ class Grpd(Opdvr):
     norm_by_std: bool = Field(False, description="Divide by the group's standard deviation (variant code).")
     u: float = Field(0.0, ge=0, description="Added to |a|, so that uniform groups may train (variant code).")
 
+    @override
     def gates(self) -> tuple[Step, ...]:
         if self.grpd_variant == "sign":
             gate = keep_outcome_agreeing(thr=self.thr, truncated=self.truncated, inverse=self.inverse, sign="advantage")
@@ -87,5 +90,6 @@ class Grpd(Opdvr):
         scale: Scale = "group" if self.norm_by_std else "none"
         return (*super().gates(), weight_by_advantage_size(thr=self.thr, scale=scale, eps=1e-6, u=self.u))
 
+    @override
     def reduce(self) -> Reduction:
         return response_mean() if self.grpd_variant == "sign" else super().reduce()

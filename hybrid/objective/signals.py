@@ -1,12 +1,13 @@
 """Signals: which way, and how far, each sampled token should move."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hybrid.objective.groups import Scale, group_advantage
+from hybrid.objective.groups import Scale, group_advantage, mixed
 from hybrid.objective.schedules import Number, at
 from hybrid.objective.step import Signal, Step, signal
 from hybrid.types import RolloutBatch
@@ -23,12 +24,23 @@ def teacher_gap(
 
 
 def clipped(value: Float[Tensor, "*s"], bound: float | None) -> Float[Tensor, "*s"]:
-    """value within [-bound, bound]; as it is without a bound."""
+    """The value within [-bound, bound]; as it is without a bound."""
     return value if bound is None else value.clamp(-bound, bound)
 
 
+class RewardOf(NamedTuple):
+    """The scalar that a response is judged by, and the measurements it reads; NaN is an unscored response."""
+
+    value: Callable[[RolloutBatch], Float[Tensor, " B"]]
+    needs: frozenset[str] = frozenset({"reward"})
+
+
+PLAIN = RewardOf(lambda batch: batch.need("reward"))
+"""The reward as it was given."""
+
+
 def from_teacher_gap(*, scale: Number = 1.0, clip: float | None = None, view: str = "teacher") -> Step:
-    """scale * clip(log pT - log pS): the sampled-token reverse KL as an advantage (on-policy distillation)."""
+    """A gap, scale * clip(log pT - log pS): the sampled-token reverse KL as an advantage (on-policy distillation)."""
 
     def fn(batch: RolloutBatch) -> Signal:
         scores = batch.view(view)
@@ -38,14 +50,25 @@ def from_teacher_gap(*, scale: Number = 1.0, clip: float | None = None, view: st
     return signal("gap", fn, needs=[f"scores.{view}", "student_logprobs"])
 
 
-def from_group_advantage(*, scale: Scale = "none", eps: float = 1e-4) -> Step:
-    """The group-relative reward advantage, the same for every token of a response; known for every response."""
+def from_group_advantage(
+    *,
+    scale: Scale = "none",
+    eps: float = 1e-4,
+    reward: RewardOf = PLAIN,
+    drop_uniform: bool = False,
+) -> Step:
+    """The group-relative reward advantage, the same for every token of a response; known for every response.
+
+    `reward` may shape the reward first. `drop_uniform` leaves groups of equal (unshaped) rewards out of the
+    denominator too, as DAPO's dynamic sampling does.
+    """
 
     def fn(batch: RolloutBatch) -> Signal:
-        advantage_B = group_advantage(batch.need("reward"), batch.group_B, scale=scale, eps=eps)
-        return Signal(advantage_B[:, None].expand(batch.mask_BT.shape), batch.mask_BT)
+        advantage_B = group_advantage(reward.value(batch), batch.group_B, scale=scale, eps=eps)
+        known_BT = batch.mask_BT & mixed().test(batch)[:, None] if drop_uniform else batch.mask_BT
+        return Signal(advantage_B[:, None].expand(batch.mask_BT.shape), known_BT)
 
-    return signal("group_advantage", fn, needs=["reward"])
+    return signal("group_advantage", fn, needs=sorted(reward.needs))
 
 
 def candidate_weight(
@@ -58,16 +81,30 @@ def candidate_weight(
     return torch.softmax(logprob_BTK, -1).nan_to_num(nan=0.0)
 
 
-def from_candidate_gap(*, weighting: CandidateWeight = "student_p", clip: float | None = None) -> Step:
+def largest(logprob_BTK: Float[Tensor, "B T K"], top_k: int | None) -> Bool[Tensor, "B T K"]:
+    """True on the `top_k` largest entries of each position, the first of equal ones; all of them for None."""
+    if top_k is None or top_k >= logprob_BTK.shape[-1]:
+        return torch.ones_like(logprob_BTK, dtype=torch.bool)
+    order_BTK = logprob_BTK.argsort(-1, descending=True, stable=True)
+    return torch.zeros_like(logprob_BTK, dtype=torch.bool).scatter(-1, order_BTK[..., :top_k], True)
+
+
+def from_candidate_gap(
+    *, top_k: int | None = None, weighting: CandidateWeight = "student_p", clip: float | None = None
+) -> Step:
     """The gap of each of the student's top-k candidates, weighted: w_k * (log pT_k - log pS_k).
 
-    The signal of a token is the sum over its candidates; gates act on each candidate by itself.
+    The signal of a token is the sum over its candidates; gates act on each candidate by itself. A wider measured
+    support is cut to the student's `top_k` likeliest.
     """
 
     def fn(batch: RolloutBatch) -> Signal:
         student, teacher = batch.view("student"), batch.view("teacher")
         student_BTK, teacher_BTK = student.top_logprob_BTK, teacher.top_logprob_BTK
-        assert student_BTK is not None and teacher_BTK is not None, "collect() and the records fill both or neither"
+        assert student_BTK is not None, "collect() and the records fill both or neither"
+        assert teacher_BTK is not None, "collect() and the records fill both or neither"
+        keep_BTK = largest(student_BTK, top_k)
+        student_BTK, teacher_BTK = (x.masked_fill(~keep_BTK, -torch.inf) for x in (student_BTK, teacher_BTK))
         weight_BTK = candidate_weight(student_BTK, teacher_BTK, weighting)
         gap_BTK = clipped((teacher_BTK - student_BTK).masked_fill(weight_BTK == 0, 0), clip)
         candidate_BTK = weight_BTK * gap_BTK
