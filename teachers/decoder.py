@@ -7,8 +7,9 @@ Shape letters: B rows, L positions of prompt and completion, X state width (hidd
 model cannot be taken apart), V vocabulary, N positions.
 """
 
+import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +53,7 @@ class Decoder:
         if hasattr(core, "get_base_model"):
             core = core.get_base_model()
         self._backbone = getattr(core, "base_model", None)
-        self._lm_head = core.get_output_embeddings() if hasattr(core, "get_output_embeddings") else None
+        self._lm_head: Any = core.get_output_embeddings() if hasattr(core, "get_output_embeddings") else None
         self.accepts = frozenset(inspect.signature(core.forward).parameters)
         config = core.config.get_text_config()
         self._softcap = getattr(config, SOFTCAP, None)
@@ -107,8 +108,29 @@ class Decoder:
             logits = states
         else:
             with self.gathered():
-                logits = self._project(states)
+                logits = self._logits(states, self._lm_head)
         return logits if self.vocab_size is None else logits[..., : self.vocab_size]
+
+    def kept_head(self) -> Callable[[Tensor], Tensor]:
+        """A `head` that stays as it is now while the model is trained, at the price of a copy of a trained head.
+
+        Under ZeRO-3 the copy is whole on each rank, and using it is no collective call.
+        """
+        if self.is_whole or self._lm_head is None or not any(p.requires_grad for p in self._lm_head.parameters()):
+            return self.head
+        with self.gathered():
+            if any(hasattr(parameter, "ds_id") for parameter in self._lm_head.parameters()):
+                weight, has_bias = self._lm_head.weight, self._lm_head.bias is not None
+                kept = nn.Linear(weight.shape[1], weight.shape[0], has_bias, weight.device, weight.dtype)
+                kept.load_state_dict({name: p.detach() for name, p in self._lm_head.named_parameters()})
+            else:
+                kept = copy.deepcopy(self._lm_head)
+        kept.requires_grad_(False)
+
+        def head(states: Tensor) -> Tensor:
+            return self._logits(states, kept)[..., : self.vocab_size]
+
+        return head
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -123,17 +145,16 @@ class Decoder:
         with deepspeed.zero.GatheredParameters(missing):
             yield
 
-    def _project(self, states: Tensor) -> Tensor:
-        assert self._lm_head is not None
-        weight, bias = self._lm_head.weight, self._lm_head.bias if hasattr(self._lm_head, "bias") else None
+    def _logits(self, states: Tensor, lm_head: Any) -> Tensor:
+        weight = lm_head.weight
         states = states.to(weight.device)
         if not weight.is_floating_point():
-            logits = self._lm_head(states)  # a quantised head knows best how to multiply
+            logits = lm_head(states)  # a quantised head knows best how to multiply
         elif hasattr(weight, "ds_id"):
             # calling the module would hand the weights back after each slice
-            logits = functional.linear(states.to(weight.dtype), weight, bias)
+            logits = functional.linear(states.to(weight.dtype), weight, lm_head.bias)
         else:
-            logits = self._lm_head(states.to(weight.dtype))
+            logits = lm_head(states.to(weight.dtype))
         logits = _at_least_float32(logits)
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -174,7 +195,7 @@ class Decoder:
         if states_BLX.shape[1] < width:
             return False
         with self.gathered():
-            ours = self._project(states_BLX[:, -1])
+            ours = self._logits(states_BLX[:, -1], self._lm_head)
         theirs = logits[:, -1].to(ours.device)
         if ours.shape != theirs.shape:
             return False

@@ -107,6 +107,7 @@ class Scorer:
         name: str,
         images: ImageInputs | None = None,
         forward_module: nn.Module | None = None,
+        is_trained: bool = False,
     ):
         """Binds a model; nothing is computed yet.
 
@@ -116,8 +117,10 @@ class Scorer:
           name: the teacher's name, for messages.
           images: turns a row's pictures into tensors; None for a model of text.
           forward_module: see `Decoder`.
+          is_trained: the weights may change while scores are still in use, so the head of a distribution is copied.
         """
         self.model = model
+        self.is_trained = is_trained
         self.settings = settings
         self.name = name
         self.images = images
@@ -156,6 +159,7 @@ class Scorer:
             sheet.open(self.decoder.device, torch.float32, 1, torch.float32)
         assert sheet.logprob_BT is not None
         assert sheet.valid_BT is not None
+        head = self.decoder.kept_head if self.is_trained else lambda: self.decoder.head
         return TeacherScores(
             logprob_BT=sheet.logprob_BT,
             valid_BT=sheet.valid_BT,
@@ -163,7 +167,7 @@ class Scorer:
             top_ids_BTK=sheet.top_ids_BTK,
             top_logprob_BTK=sheet.top_logprob_BTK,
             hidden_BTH=sheet.hidden_BTX,
-            head=self.decoder.head if want.distribution else None,
+            head=head() if want.distribution else None,
             failures=failures,
             stats={"rows": len(rows), "batches": len(batches), "positions": num_positions},
         )

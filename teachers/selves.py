@@ -1,0 +1,301 @@
+"""The student as its own teacher: as it is, as it was some steps ago, as a running average, or without its adapter.
+
+Such a teacher has something to teach only because it sees more than the student (`teachers.contexts`) or has other
+weights. All four score through `teachers.scoring`, on the student's own module.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from teachers.errors import TeacherError
+from teachers.pixels import ImageInputs
+from teachers.protocol import SAMPLED, Row, Want
+from teachers.scores import TeacherScores
+from teachers.scoring import Scorer, ScoreSettings
+from teachers.shadow import ShadowWeights
+
+
+class LiveTeacher:
+    """The student with its present weights.
+
+    Under the student's own prompt its gap is zero by construction: see `refuse_identical`.
+    """
+
+    is_live = True
+    """Whether the weights are the student's present ones."""
+
+    fingerprint: str | None = None
+    """None: the weights change, so no score may be kept for later."""
+
+    needs_extra_tokens = 0
+    max_logprobs: int | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        name: str = "self",
+        settings: ScoreSettings | None = None,
+        processor: Any = None,
+        forward_module: nn.Module | None = None,
+    ):
+        """Takes the student's module; nothing is copied or frozen.
+
+        Args:
+          model: the student, without the wrappers of DDP or DeepSpeed.
+          tokenizer: kept for the preflight.
+          name: by which messages and metrics know this teacher.
+          settings: how to score; temperature 1 where None.
+          processor: makes tensors of the rows' images.
+          forward_module: the student as wrapped, where its forward must go through the wrapper (DeepSpeed ZeRO-3).
+        """
+        self.name = name
+        self.tokenizer = tokenizer
+        self.settings = ScoreSettings() if settings is None else settings
+        self.model = model
+        images = None if processor is None else ImageInputs.of(processor, model)
+        self._scorer = Scorer(
+            model, self.settings, name=name, images=images, forward_module=forward_module, is_trained=True
+        )
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt and completion together, in tokens."""
+        return self._scorer.max_length
+
+    @property
+    def logit_width(self) -> int | None:
+        """Ids that the model can be fed with, padding of the vocabulary included."""
+        return self._scorer.decoder.num_ids
+
+    def score(self, rows: Sequence[Row], want: Want = SAMPLED) -> TeacherScores:
+        """Scores `rows`; see `teachers.protocol.Teacher` and `teachers.scoring.Scorer.score`.
+
+        Where a distribution is wanted, its head is a copy: it stays as it is now, whatever the student learns.
+        """
+        with self._weights():
+            return self._scorer.score(rows, want)
+
+    def after_update(self, step: int) -> None:
+        """Tells the teacher that the student has taken optimizer step `step`, counted from 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold; under ZeRO-3 of this rank alone."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        _refuse_other(state, set(), self.name)
+
+    def close(self) -> None:
+        """Nothing is held beside the student."""
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        yield
+
+
+class _ShadowTeacher(LiveTeacher):
+    """A student whose trained weights are exchanged for a second set while it scores."""
+
+    is_live = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        name: str,
+        settings: ScoreSettings | None,
+        processor: Any,
+        forward_module: nn.Module | None,
+    ):
+        super().__init__(
+            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
+        )
+        self._shadow = ShadowWeights(model)
+        self._step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights and the step that they belong to; under ZeRO-3 this rank's shards."""
+        return {"step": self._step, "weights": self._shadow.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave.
+
+        Raises:
+          TeacherError: it belongs to another teacher or another model.
+        """
+        _refuse_other(state, {"step", "weights"}, self.name)
+        self._shadow.load_state_dict(state["weights"])
+        self._step = int(state["step"])
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        with self._shadow.in_place():
+            yield
+
+
+class SnapshotTeacher(_ShadowTeacher):
+    """The student as it was after the last step that is a multiple of `every`; at first as it is when this is made."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        every: int,
+        name: str = "snapshot",
+        settings: ScoreSettings | None = None,
+        processor: Any = None,
+        forward_module: nn.Module | None = None,
+    ):
+        """Copies the trained weights.
+
+        Args:
+          model: see `LiveTeacher`, as are those not named here.
+          tokenizer: kept for the preflight.
+          every: optimizer steps between two copies, at least 1.
+          name: by which messages and metrics know this teacher.
+          settings: how to score.
+          processor: makes tensors of the rows' images.
+          forward_module: the student as wrapped.
+
+        Raises:
+          TeacherError: `every` is below 1, or the weights cannot be copied (see `ShadowWeights`).
+        """
+        if every < 1:
+            raise TeacherError(f"every must be at least 1 step; got {every}")
+        super().__init__(
+            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
+        )
+        self.every = every
+
+    def after_update(self, step: int) -> None:
+        """Copies the student where `step` has reached the next multiple of `every`; a repeated step does nothing."""
+        if step // self.every > self._step // self.every:
+            self._shadow.copy()
+        self._step = max(step, self._step)
+
+
+class EmaTeacher(_ShadowTeacher):
+    """A running average of the student: after each step teacher = decay * teacher + (1 - decay) * student."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        decay: float,
+        name: str = "ema",
+        settings: ScoreSettings | None = None,
+        processor: Any = None,
+        forward_module: nn.Module | None = None,
+    ):
+        """Starts from the student's present weights.
+
+        Args:
+          model: see `LiveTeacher`, as are those not named here.
+          tokenizer: kept for the preflight.
+          decay: share of the teacher that is kept at each step, in [0, 1).
+          name: by which messages and metrics know this teacher.
+          settings: how to score.
+          processor: makes tensors of the rows' images.
+          forward_module: the student as wrapped.
+
+        Raises:
+          TeacherError: `decay` is out of range, or the weights cannot be copied (see `ShadowWeights`).
+        """
+        if not 0 <= decay < 1:
+            raise TeacherError(
+                f"decay must be in [0, 1); got {decay}. With 0.95 the teacher goes 5% of the way at each step"
+            )
+        super().__init__(
+            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
+        )
+        self.decay = decay
+
+    def after_update(self, step: int) -> None:
+        """Moves towards the student; a repeated step does nothing."""
+        if step > self._step:
+            self._shadow.average(self.decay)
+            self._step = step
+
+
+class AdapterOffTeacher(LiveTeacher):
+    """The base model under a PEFT adapter: the student before its training, at no cost in memory."""
+
+    is_live = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        name: str = "base",
+        settings: ScoreSettings | None = None,
+        processor: Any = None,
+        forward_module: nn.Module | None = None,
+    ):
+        """Takes a PEFT student.
+
+        Args:
+          model: see `LiveTeacher`, as are those not named here.
+          tokenizer: kept for the preflight.
+          name: by which messages and metrics know this teacher.
+          settings: how to score.
+          processor: makes tensors of the rows' images.
+          forward_module: the student as wrapped.
+
+        Raises:
+          TeacherError: the model has no adapter that could be switched off.
+        """
+        if not hasattr(model, "disable_adapter"):
+            raise TeacherError(
+                f"{type(model).__name__} has no adapter to switch off; train with LoRA, or use a local teacher with "
+                "the student's first weights"
+            )
+        super().__init__(
+            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
+        )
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        model: Any = self.model
+        with model.disable_adapter():
+            yield
+
+
+def refuse_identical(teacher_rows: Sequence[Row], student_rows: Sequence[Row], *, live: bool) -> None:
+    """Refuses a live teacher that sees what the student sees: its gap, loss and gradient are zero at every token.
+
+    Args:
+      teacher_rows: as the teacher shall see them.
+      student_rows: as the student saw them, in the same order.
+      live: the teacher has the student's present weights (`LiveTeacher.is_live`).
+
+    Raises:
+      TeacherError: names the first row that is the same for both.
+      ValueError: the two differ in number.
+    """
+    if not live:
+        return
+    for i, (theirs, own) in enumerate(zip(teacher_rows, student_rows, strict=True)):
+        if theirs.prompt_ids == own.prompt_ids and theirs.images == own.images:
+            raise TeacherError(
+                f"row {i}: the teacher is the live student and sees the student's own prompt "
+                f"({len(own.prompt_ids)} tokens), so its gap is zero at every token and nothing is learned. Give it a "
+                "context (a reference answer, a sibling, a hint), use a snapshot or an EMA, or leave the row out"
+            )
+
+
+def _refuse_other(state: Mapping[str, Any], expected: set[str], name: str) -> None:
+    if set(state) != expected:
+        raise TeacherError(
+            f"the checkpoint holds {sorted(state)} for teacher {name!r}, which needs {sorted(expected)}; "
+            "resume with the kind of teacher that the run began with"
+        )
