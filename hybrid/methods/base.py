@@ -2,12 +2,28 @@
 
 import abc
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid.objective.losses import PolicyLoss
 from hybrid.objective.objective import Objective
+
+
+@dataclass(frozen=True)
+class ViewSpec:
+    """How a method wants one of its views (`scores.NAME`) to be made.
+
+    Attributes:
+      scorer: the run's teacher, or the student itself.
+      context: name of the context that the scorer's prompt is built under; None is the student's own prompt.
+      options: settings of that context and of the scorer, by name.
+    """
+
+    scorer: Literal["teacher", "self"] = "teacher"
+    context: str | None = None
+    options: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
 class MethodConfig(BaseModel, abc.ABC):
@@ -32,6 +48,11 @@ class MethodConfig(BaseModel, abc.ABC):
     @abc.abstractmethod
     def build(self) -> Objective:
         """The objective that these settings describe."""
+
+    @property
+    def views(self) -> Mapping[str, ViewSpec]:
+        """How the views are made that are not simply the teacher under the student's own prompt."""
+        return {}
 
 
 class ClippedMethod(MethodConfig):

@@ -1,5 +1,6 @@
 """Gates: which tokens take part at all."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -7,7 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from hybrid.errors import check
 from hybrid.objective.groups import group_advantage
+from hybrid.objective.ranks import linear_quantile, top_share, top_share_per_response, unit_range
 from hybrid.objective.step import Phase, Step, close_gate, gate
 from hybrid.types import Credit, RolloutBatch, State
 
@@ -86,10 +89,73 @@ def agrees_with(signal_BT: Float[Tensor, "B T"], reward_advantage_B: Float[Tenso
     return signal_BT * reward_advantage_B[:, None] >= 0
 
 
-def keep_agreeing_with_reward() -> Step:
-    """Keeps the tokens whose summed signal does not oppose the reward advantage (the sign guard of SIPO)."""
+def group_relative(batch: RolloutBatch) -> Float[Tensor, " B"]:
+    """R - mean of the group, without a deviation to divide by."""
+    return group_advantage(batch.need("reward"), batch.group_B)
+
+
+def keep_agreeing_with_reward(
+    advantage: Callable[[RolloutBatch], Float[Tensor, " B"]] = group_relative,
+) -> Step:
+    """Keeps the tokens whose summed signal does not oppose the reward advantage (the sign guard of SIPO).
+
+    Closing the gate is max(A, 0) where the advantage is positive and min(A, 0) where it is negative; at 0 all stay.
+    """
 
     def fn(credit: Credit, batch: RolloutBatch) -> Bool[Tensor, "B T"]:
-        return agrees_with(credit.signal_BT, group_advantage(batch.need("reward"), batch.group_B))
+        return agrees_with(credit.signal_BT, advantage(batch))
 
     return gate("agrees_with_reward", fn, needs=["reward"])
+
+
+def probabilistic_or(a: Float[Tensor, "*s"], b: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """a + b - a * b, for values in [0, 1]: high where either is."""
+    return a + b - a * b
+
+
+def token_score(
+    entropy_BT: Float[Tensor, "B T"],
+    gap_BT: Float[Tensor, "B T"],
+    use_BT: Bool[Tensor, "B T"],
+    *,
+    entropy_percentile: float | None,
+) -> Float[Tensor, "B T"]:
+    """How much a token can teach: the student is unsure there, or far from the teacher.
+
+        s = h + d - h * d,     h = min-max of the entropy (cut at its percentile), d = min-max of |log pT - log pS|
+
+    Args:
+      entropy_BT: the student's entropy in nats.
+      gap_BT: teacher minus student log-prob in nats; its sign does not count.
+      use_BT: tokens that the statistics run over; 0 elsewhere.
+      entropy_percentile: entropies above this percentile count as it; None for no such cut.
+
+    Returns:
+      The score in [0, 1]; a component that is constant is 0.
+
+    Reference:
+      RSTG, Eq. 10 to 13 (arXiv 2608.00782); the min-max and the percentile are RECONSTRUCTED from TIP (2604.14084).
+    """
+    entropy_BT, gap_BT = entropy_BT.masked_fill(~use_BT, 0), gap_BT.masked_fill(~use_BT, 0)
+    if entropy_percentile is not None and use_BT.any():
+        entropy_BT = entropy_BT.clamp(max=float(linear_quantile(entropy_BT[use_BT], entropy_percentile / 100)))
+    return probabilistic_or(unit_range(entropy_BT, use_BT), unit_range(gap_BT.abs(), use_BT))
+
+
+def keep_telling_tokens(
+    *, percent: float, scope: Literal["batch", "response"] = "batch", entropy_percentile: float | None = 98.0
+) -> Step:
+    """Keeps exactly ceil(percent / 100 * n) tokens of the highest `token_score`, of the batch or of each response.
+
+    Inside a branch of a route, the batch is the rows of that branch.
+    """
+
+    def fn(credit: Credit, batch: RolloutBatch) -> Bool[Tensor, "B T"]:
+        use_BT = credit.gate_BT & batch.mask_BT
+        entropy_BT = batch.need("entropies")
+        check(entropy_BT.isfinite() | ~use_BT, entropy_BT, "entropies must be finite on response tokens")
+        score_BT = token_score(entropy_BT, credit.signal_BT, use_BT, entropy_percentile=entropy_percentile)
+        pick = top_share if scope == "batch" else top_share_per_response
+        return pick(score_BT, use_BT, percent)
+
+    return gate("telling_tokens", fn, needs=["entropies"])

@@ -55,12 +55,14 @@ def group_advantage(
       eps: added to the standard deviation, which is the unbiased one.
 
     Returns:
-      The advantage; 0 for unscored rows, for a group of one and for a group of equal rewards.
+      The advantage; exactly 0 for unscored rows, for a group of one and for a group of equal rewards.
 
     Reference:
       DeepSeekMath, section 4.1.1 (arXiv 2402.03300); eps and the unbiased deviation as in TRL.
     """
-    centred_B = (reward_B - group_mean(reward_B, group_B)).nan_to_num(nan=0.0)
+    # Rounding must not give a group of equal rewards an advantage of 1e-17: its sign would count (SIPO's guard).
+    uniform_B = group_uniform(reward_B, group_B)
+    centred_B = (reward_B - group_mean(reward_B, group_B)).masked_fill(uniform_B | reward_B.isnan(), 0)
     if scale == "group":
         return centred_B / (group_std(reward_B, group_B) + eps)
     if scale == "batch":
@@ -69,10 +71,11 @@ def group_advantage(
     return centred_B
 
 
-def group_range(batch: RolloutBatch) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+def group_range(
+    reward_B: Float[Tensor, " B"], group_B: Int[Tensor, " B"]
+) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
     """Largest and smallest scored reward of each row's group; -inf and +inf for a group without any."""
-    reward_B = batch.need("reward")
-    index_B, num_groups = group_index(batch.group_B)
+    index_B, num_groups = group_index(group_B)
     unscored_B = reward_B.isnan()
     empty_G = reward_B.new_full((num_groups,), -torch.inf)
     best_G = empty_G.scatter_reduce(0, index_B, reward_B.masked_fill(unscored_B, -torch.inf), "amax")
@@ -80,31 +83,48 @@ def group_range(batch: RolloutBatch) -> tuple[Float[Tensor, " B"], Float[Tensor,
     return best_G[index_B], worst_G[index_B]
 
 
-def all_wrong(fail_thr: float = 0.0, spread: float = 1e-6) -> RowTest:
+def group_uniform(reward_B: Float[Tensor, " B"], group_B: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """True in groups whose scored rewards are all the same number; a group without any is one."""
+    best_B, worst_B = group_range(reward_B, group_B)
+    return best_B <= worst_B
+
+
+def judged_reward(batch: RolloutBatch, finished_only: bool) -> Float[Tensor, " B"]:
+    """The rewards that a test on groups looks at: with `finished_only`, truncated responses count as unscored."""
+    reward_B = batch.need("reward")
+    return reward_B.masked_fill(batch.need("truncated"), torch.nan) if finished_only else reward_B
+
+
+def judged_needs(finished_only: bool) -> frozenset[str]:
+    """What `judged_reward` reads."""
+    return frozenset({"reward", "truncated"}) if finished_only else frozenset({"reward"})
+
+
+def all_wrong(fail_thr: float = 0.0, spread: float = 1e-6, *, finished_only: bool = False) -> RowTest:
     """Rows of groups in which every scored response failed: max R <= fail_thr and max R - min R < spread."""
 
     def test(batch: RolloutBatch) -> Bool[Tensor, " B"]:
-        best_B, worst_B = group_range(batch)
+        best_B, worst_B = group_range(judged_reward(batch, finished_only), batch.group_B)
         return (best_B <= fail_thr) & (best_B - worst_B < spread) & best_B.isfinite()
 
-    return RowTest("all_wrong", test, frozenset({"reward"}))
+    return RowTest("all_wrong", test, judged_needs(finished_only))
 
 
-def mixed(spread: float = 1e-6) -> RowTest:
+def mixed(spread: float = 1e-6, *, finished_only: bool = False) -> RowTest:
     """Rows of groups whose scored rewards differ by at least `spread`."""
 
     def test(batch: RolloutBatch) -> Bool[Tensor, " B"]:
-        best_B, worst_B = group_range(batch)
+        best_B, worst_B = group_range(judged_reward(batch, finished_only), batch.group_B)
         return best_B - worst_B >= spread
 
-    return RowTest("mixed", test, frozenset({"reward"}))
+    return RowTest("mixed", test, judged_needs(finished_only))
 
 
 def all_right(success_thr: float = 0.0, spread: float = 1e-6) -> RowTest:
     """Rows of groups in which every scored response succeeded: min R > success_thr and max R - min R < spread."""
 
     def test(batch: RolloutBatch) -> Bool[Tensor, " B"]:
-        best_B, worst_B = group_range(batch)
+        best_B, worst_B = group_range(batch.need("reward"), batch.group_B)
         return (worst_B > success_thr) & (best_B - worst_B < spread) & worst_B.isfinite()
 
     return RowTest("all_right", test, frozenset({"reward"}))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybrid.errors import MissingMeasurement
@@ -44,8 +44,10 @@ class Divergence:
 
     Attributes:
       kind: "reverse_kl" KL(student || teacher), "forward_kl" KL(teacher || student), or "jsd", the generalised
-        Jensen-Shannon divergence with mixture beta * student... see `hybrid.objective.divergence`.
-      support: "full" vocabulary, or the "student" / "teacher" top-k with one bucket for the tail.
+        Jensen-Shannon divergence with the mixture beta * teacher + (1 - beta) * student; see
+        `hybrid.objective.divergence`.
+      support: "full" vocabulary, or the "student" / "teacher" top-k or the "union" of both, with one bucket for the
+        tail.
       top_k: size of a top-k support.
       beta: weight of the teacher in the mixture of "jsd".
       temperature: at which both distributions are taken.
@@ -53,7 +55,7 @@ class Divergence:
     """
 
     kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    support: Literal["full", "student", "teacher"] = "full"
+    support: Literal["full", "student", "teacher", "union"] = "full"
     top_k: int = 64
     beta: float = 0.5
     temperature: float = 1.0
@@ -75,7 +77,18 @@ class SampledDivergence:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """-log p of each token of the row's stored demonstration (supervised fine-tuning inside the objective)."""
+    """-log p of each token of the row's stored demonstration (supervised fine-tuning inside the objective).
+
+    Attributes:
+      branch: only prompts with a row in this branch of the term's route; None takes every branch.
+      normaliser: "prompt_mean", a token mean within each text and a mean over texts; or "pooled", one token mean over the
+        texts and the responses that the term's credit counts.
+      as_policy: -ratio instead of -log p: off-policy RL with the advantage 1, whose gradient is the same at ratio 1.
+    """
+
+    branch: str | None = None
+    normaliser: Literal["prompt_mean", "pooled"] = "prompt_mean"
+    as_policy: bool = False
 
 
 TokenLoss = PolicyLoss | Divergence | SampledDivergence | Likelihood
@@ -126,6 +139,16 @@ def policy_token_loss(
         mean_B1 = log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
         log_ratio_BT = mean_B1.expand_as(log_ratio_BT)
     return surrogate(advantage_BT, log_ratio_BT.exp(), loss)
+
+
+def likelihood_token_loss(
+    loss: Likelihood, logprob_BU: Float[Tensor, "B U"], live_BU: Bool[Tensor, "B U"]
+) -> Float[Tensor, "B U"]:
+    """-log p of each live token, or -p / sg[p] with `as_policy`; 0 elsewhere."""
+    logprob_BU = logprob_BU.masked_fill(~live_BU, 0)
+    if loss.as_policy:
+        return -(logprob_BU - logprob_BU.detach()).exp().masked_fill(~live_BU, 0)
+    return -logprob_BU
 
 
 def sampled_divergence(

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hybrid.errors import ConfigError
-from hybrid.objective.groups import group_index
 from hybrid.objective.losses import (
     Divergence,
     Likelihood,
@@ -24,13 +23,14 @@ from hybrid.objective.losses import (
     SampledDivergence,
     StudentPass,
     TokenLoss,
+    likelihood_token_loss,
     log_ratio,
     need_divergence,
     policy_token_loss,
     sampled_divergence,
     surrogate,
 )
-from hybrid.objective.reductions import Reduction
+from hybrid.objective.reductions import Reduction, carrying_rows, counted, spread
 from hybrid.objective.schedules import Scale, at
 from hybrid.objective.step import Step, blank, join_states
 from hybrid.types import Credit, Metric, RolloutBatch, State
@@ -196,7 +196,10 @@ def term_credit(term: Term, credit: Credit, batch: RolloutBatch) -> TermCredit:
     if candidate_BTK is not None:
         candidate_BTK = candidate_BTK * coefficient_BT[..., None]
     scale = term.scale_at(batch.step)
-    share = demonstration_share(term, credit, batch) if term.kind == "sft" else term.reduction.share(credit, batch)
+    if isinstance(term.loss, Likelihood):
+        share = demonstration_share(term.loss, term.credit.branches, credit, batch)
+    else:
+        share = term.reduction.share(credit, batch)
     return TermCredit(
         value_BT=credit.signal_BT * coefficient_BT if is_policy else coefficient_BT,
         candidate_BTK=candidate_BTK,
@@ -207,31 +210,27 @@ def term_credit(term: Term, credit: Credit, batch: RolloutBatch) -> TermCredit:
     )
 
 
-def demonstration_share(term: Term, credit: Credit, batch: RolloutBatch) -> Float[Tensor, "B U"]:
-    """Token-mean within a demonstration, mean over the prompts that own one and have a row that the route took.
+def demonstration_share(loss: Likelihood, branches: tuple[str, ...], credit: Credit, batch: RolloutBatch) -> Tensor:
+    """What each demonstration token counts, [B, U]; the first row of a prompt that owns a text carries it.
 
-    The first such row of a prompt carries the text (RSTG, Eq. 14, arXiv 2608.00782; this normalisation is RECONSTRUCTED).
+    Token-mean within a text and mean over the prompts that own one, or one token mean with the responses; both
+    normalisations of RSTG, Eq. 14 (arXiv 2608.00782), are RECONSTRUCTED.
     """
     batch.need("demonstration")
     assert batch.demonstration is not None
-    mask_BU = batch.demonstration.mask_BU
-    index_B, num_groups = group_index(batch.group_B)
-    owns_B = mask_BU.any(-1)
-    if term.credit.branches:
-        owns_B = owns_B & (credit.branch_B >= 0)
-    order_B = torch.arange(len(index_B), device=index_B.device).masked_fill(~owns_B, len(index_B))
-    first_G = order_B.new_full((num_groups,), len(index_B)).scatter_reduce(0, index_B, order_B, "amin")
-    carries_B = owns_B & (order_B == first_G[index_B])
-    length_B1 = mask_BU.sum(-1, keepdim=True).clamp(min=1)
-    return (mask_BU & carries_B[:, None]).to(batch.dtype) / (length_B1 * carries_B.sum().clamp(min=1))
+    live_BU = batch.demonstration.mask_BU & carrying_rows(loss.branch, branches, credit, batch)[:, None]
+    if loss.normaliser == "pooled":
+        return spread(live_BU, counted(credit, batch).sum() + live_BU.sum(), batch.dtype)
+    length_B1 = live_BU.sum(-1, keepdim=True).clamp(min=1)
+    return spread(live_BU, length_B1 * live_BU.any(-1).sum().clamp(min=1), batch.dtype)
 
 
 def term_loss(term: Term, credit: TermCredit, batch: RolloutBatch, student: StudentPass) -> Float[Tensor, ""]:
     """sum share * token loss of one term over the given rows; 0 that can go backward where nothing is kept."""
     if isinstance(term.loss, Likelihood):
         assert student.demonstration_logprob_BU is not None, "the caller runs the demonstrations"
-        live_BU = credit.share_BT != 0
-        return -(student.demonstration_logprob_BU.masked_fill(~live_BU, 0) * credit.share_BT).sum()
+        loss_BU = likelihood_token_loss(term.loss, student.demonstration_logprob_BU, credit.share_BT != 0)
+        return (loss_BU * credit.share_BT).sum()
     return (token_loss(term, credit, batch, student).masked_fill(~batch.mask_BT, 0) * credit.share_BT).sum()
 
 
