@@ -64,6 +64,9 @@ class HybridConfig(GRPOConfig):
             self.use_cpu, self.bf16 = True, False
         if self.report_to is None or self.report_to == "all":
             self.report_to = "none"
+        if self.gradient_checkpointing is not None and self.activation_checkpointing is None:
+            # TRL sets the old name by default, of which transformers warns on every run.
+            self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
         single = self.num_generations == 1
         if single:
             # TRL refuses one generation because its advantage needs two; the methods say themselves what they need.
