@@ -13,15 +13,21 @@ from hybrid.methods.exopd import ExOpd
 from hybrid.methods.grpo import Grpo
 from hybrid.methods.grpo_opd import GrpoOpd
 from hybrid.methods.gspo import Gspo
+from hybrid.methods.kat import Kat
 from hybrid.methods.kdrl import Kdrl
 from hybrid.methods.opd import Opd
 from hybrid.methods.opdvr import Grpd, Opdvr
+from hybrid.methods.r2opd import R2Opd
 from hybrid.methods.random_cut import RandomCut
 from hybrid.methods.reinforce_pp import ReinforcePp
 from hybrid.methods.rloo import Rloo
+from hybrid.methods.rstg import Rstg
 from hybrid.methods.sdpo import Sdpo
 from hybrid.methods.sft import Sft
 from hybrid.methods.shaping import Shaping
+from hybrid.methods.sipo import Sipo
+from hybrid.methods.sipo_analytic import SipoAnalytic
+from hybrid.methods.va_opd import VaOpd
 from hybrid.objective.objective import Objective, mix
 from hybrid.objective.schedules import Number
 
@@ -34,15 +40,21 @@ Single = Annotated[
     | Grpo
     | GrpoOpd
     | Gspo
+    | Kat
     | Kdrl
     | Opd
     | Opdvr
+    | R2Opd
     | RandomCut
     | ReinforcePp
     | Rloo
+    | Rstg
     | Sdpo
     | Sft
-    | Shaping,
+    | Shaping
+    | Sipo
+    | SipoAnalytic
+    | VaOpd,
     Field(discriminator="name"),
 ]
 """Every method that is not a mixture. A new one is a new file and its name here."""

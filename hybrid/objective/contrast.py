@@ -149,9 +149,7 @@ class RewardAdvantage:
         return imputed_advantage(advantage_B, reward_B, batch.group_B, thr=self.thr, s=self.impute)
 
 
-def all_wrong_rows(
-    reward_B: Float[Tensor, " B"], group_B: Int[Tensor, " B"], *, thr: float
-) -> Bool[Tensor, " B"]:
+def all_wrong_rows(reward_B: Float[Tensor, " B"], group_B: Int[Tensor, " B"], *, thr: float) -> Bool[Tensor, " B"]:
     """Scored rows of groups in which no scored response reached `thr`."""
     best_B, _ = group_range(reward_B, group_B)
     return (best_B < thr) & ~reward_B.isnan()
@@ -198,7 +196,7 @@ def from_reward_advantage(advantage: RewardAdvantage) -> Step:
 def from_context_contrast(
     *, kappa: float, eps: float, evidence: Evidence, negative_only: RewardAdvantage | None = None
 ) -> Step:
-    """kappa * clip(e, -eps, +eps): the additive form of SIPO.
+    """The evidence as a signal, kappa * clip(e, -eps, +eps): the additive form of SIPO.
 
     With `negative_only` it is 0 on the responses whose advantage of that kind is positive.
     """

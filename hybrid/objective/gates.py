@@ -109,7 +109,7 @@ def keep_agreeing_with_reward(
 
 
 def probabilistic_or(a: Float[Tensor, "*s"], b: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """a + b - a * b, for values in [0, 1]: high where either is."""
+    """High where either is: a + b - a * b, for values in [0, 1]."""
     return a + b - a * b
 
 

@@ -1,8 +1,8 @@
 """The KL agreement trap: where a broken prefix makes the teacher agree with whatever follows, the rest is cut (KAT).
 
-The same decision twice: `trap_cut` looks at complete responses, `online_stop` goes along while a response is generated, one
-token at a time. Positions count the response's own tokens, so masked-out tokens (tool output) neither fill nor break a
-window. Shape letter: W windows, each named by its last token.
+The same decision twice: `trap_cut` looks at complete responses, `online_stop` goes along while a response is generated,
+one token at a time. Positions count the response's own tokens, so masked-out tokens (tool output) neither fill nor
+break a window. Shape letter: W windows, each named by its last token.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def cut_at(run_start: int, trap: Trap) -> int:
 
 
 def window_means(value_T: Float[Tensor, " T"], window: int, stride: int = 1) -> Float[Tensor, " W"]:
-    """z: the mean of each `window` neighbouring values, `stride` apart; none where there are fewer values."""
+    """The mean z: of each `window` neighbouring values, `stride` apart; none where there are fewer values."""
     if len(value_T) < window:
         return value_T.new_empty(0)
     return value_T.unfold(0, window, stride).sum(-1) / window
@@ -141,7 +141,7 @@ def trap_cut(value_T: Float[Tensor, " T"], *, trap: Trap, threshold: float) -> i
 
 
 def trap_threshold(minima: Sequence[float], eta: float) -> float:
-    """s: the (1 - eta)-quantile of past responses' smallest window means, with linear interpolation.
+    """The threshold s: the (1 - eta)-quantile of past responses' smallest window means, with linear interpolation.
 
     A smaller eta means a higher threshold and more cutting.
     """
@@ -149,7 +149,7 @@ def trap_threshold(minima: Sequence[float], eta: float) -> float:
 
 
 def token_divergence(batch: RolloutBatch, estimator: Estimator) -> Float[Tensor, "B T"]:
-    """d: the measured reverse KL, or k1 = log pS - log pT, or k3 = exp(log pT - log pS) - (log pT - log pS) - 1.
+    """What stands for d: the measured reverse KL, or k1 = -g or k3 = exp(g) - g - 1, with g = log pT - log pS.
 
     The estimates are noisy, and k1 may be negative; a run with them is not the paper's method.
     """
@@ -176,7 +176,7 @@ class TrapMemory:
     warmup_steps: int = 50
 
     def threshold(self, minima: Sequence[float], step: int) -> float:
-        """s for this batch; -inf, which never fires, while the method is not yet active."""
+        """The threshold s for this batch; -inf, which never fires, while the method is not yet active."""
         if not minima or len(minima) < self.min_samples or step < self.warmup_steps:
             return float("-inf")
         return trap_threshold(minima, self.eta)

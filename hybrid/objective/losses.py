@@ -81,8 +81,8 @@ class Likelihood:
 
     Attributes:
       branch: only prompts with a row in this branch of the term's route; None takes every branch.
-      normaliser: "prompt_mean", a token mean within each text and a mean over texts; or "pooled", one token mean over the
-        texts and the responses that the term's credit counts.
+      normaliser: "prompt_mean", a token mean within each text and a mean over texts; or "pooled", one token mean over
+        the texts and the responses that the term's credit counts.
       as_policy: -ratio instead of -log p: off-policy RL with the advantage 1, whose gradient is the same at ratio 1.
     """
 
@@ -121,7 +121,7 @@ def surrogate(advantage: Float[Tensor, "*s"], ratio: Float[Tensor, "*s"], loss: 
 
 
 def log_ratio(logprob: Float[Tensor, "*s"], old_logprob: Float[Tensor, "*s"], live: Tensor) -> Float[Tensor, "*s"]:
-    """logprob - old_logprob within +-20, and exactly 0 (no gradient) where `live` is False."""
+    """The log-ratio logprob - old_logprob within +-20, and exactly 0 (no gradient) where `live` is False."""
     difference = logprob.masked_fill(~live, 0) - old_logprob.masked_fill(~live, 0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 

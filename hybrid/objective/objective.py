@@ -115,7 +115,7 @@ class Loss:
 
     @property
     def total(self) -> Float[Tensor, ""]:
-        """policy + kl + sft."""
+        """The number that is trained: policy + kl + sft."""
         return self.policy + self.kl + self.sft
 
 
@@ -226,7 +226,7 @@ def demonstration_share(loss: Likelihood, branches: tuple[str, ...], credit: Cre
 
 
 def term_loss(term: Term, credit: TermCredit, batch: RolloutBatch, student: StudentPass) -> Float[Tensor, ""]:
-    """sum share * token loss of one term over the given rows; 0 that can go backward where nothing is kept."""
+    """One term: the sum of share * token loss over the given rows; 0 that can go backward where nothing is kept."""
     if isinstance(term.loss, Likelihood):
         assert student.demonstration_logprob_BU is not None, "the caller runs the demonstrations"
         loss_BU = likelihood_token_loss(term.loss, student.demonstration_logprob_BU, credit.share_BT != 0)
@@ -256,7 +256,8 @@ def candidate_token_loss(
 ) -> Float[Tensor, "B T"]:
     """The surrogate of each candidate with its own ratio, summed over the candidates."""
     old_BTK = batch.view("student").top_logprob_BTK
-    assert old_BTK is not None and student.candidate_logprob_BTK is not None
+    assert old_BTK is not None
+    assert student.candidate_logprob_BTK is not None
     live_BTK = (candidate_BTK != 0) & batch.mask_BT[..., None]
     ratio_BTK = log_ratio(student.candidate_logprob_BTK, old_BTK, live_BTK).exp()
     return surrogate(candidate_BTK, ratio_BTK, loss).sum(-1)
@@ -268,7 +269,7 @@ def objective(*, name: str, credit: Step, loss: TokenLoss, reduction: Reduction)
 
 
 def mix(*weighted: tuple[Scale, Objective]) -> Objective:
-    """mix((1.0, grpo), (0.5, opd)): a weighted sum; each term keeps its own credit, mask, denominator and state.
+    """A weighted sum, `mix((1.0, grpo), (0.5, opd))`; each term keeps its own credit, mask, denominator and state.
 
     Raises:
       ConfigError: nothing to mix, or two terms of the same name keep a state.
@@ -282,7 +283,7 @@ def mix(*weighted: tuple[Scale, Objective]) -> Objective:
 
 
 def values(assignment: Assignment, objective: Objective, kinds: tuple[Kind, ...]) -> Float[Tensor, "B T"]:
-    """sum of scale * value over the terms of the given kinds: A for "policy", c for "kl"."""
+    """The sum of scale * value over the terms of the given kinds: A for "policy", c for "kl"."""
     total_BT = torch.zeros_like(assignment.terms[0].value_BT)
     for term, credit in zip(objective.terms, assignment.terms, strict=True):
         if term.kind in kinds:

@@ -20,7 +20,7 @@ def linear_quantile(value_N: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]
 
 
 def masked_median(value_BT: Float[Tensor, "B T"], use_BT: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Median of each row over the used entries, the mean of the two middle ones where their number is even; 0 for none."""
+    """Median of each row over the used entries: the mean of the middle two where their number is even; 0 for none."""
     count_B1 = use_BT.sum(-1, keepdim=True)
     if value_BT.shape[-1] == 0:
         return value_BT.new_zeros(len(value_BT))

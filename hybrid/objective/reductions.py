@@ -65,7 +65,7 @@ def token_mean() -> Reduction:
 
 
 def token_mean_with_texts(branch: str, branches: tuple[str, ...]) -> Reduction:
-    """`token_mean` whose denominator also counts the tokens of the demonstrations that one branch of a route imitates."""
+    """`token_mean` whose denominator also counts the demonstrations that one branch of a route imitates."""
 
     def share(credit: Credit, batch: RolloutBatch) -> Float[Tensor, "B T"]:
         batch.need("demonstration")

@@ -1,4 +1,4 @@
-"""Numbers that change with the step. Any number of a method may be one: `0.5`, or `{start: 1.0, end: 0.0, steps: 100}`."""
+"""Numbers that change with the step: where one may stand, `0.5` or `{start: 1.0, end: 0.0, steps: 100}`."""
 
 import math
 from collections.abc import Callable

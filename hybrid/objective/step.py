@@ -8,6 +8,7 @@ dictionary, so that it can stand in a checkpoint and be read by a person.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ def chain(*steps: Step) -> Step:
     """
     if not steps:
         raise ConfigError("chain() needs at least one step")
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         if after.first < before.last:
             raise ConfigError(
                 f"step {after.name!r} is a {after.first.name.lower()} and stands after {before.name!r}, "
