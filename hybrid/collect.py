@@ -62,7 +62,9 @@ class ContextPrompt:
 class Context(Protocol):
     """Builds the prompts of one view: own rows in, one prompt per row out; None is: this row has no such view."""
 
-    def __call__(self, own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]: ...
+    def __call__(self, own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
+        """The prompts of the own rows."""
+        ...
 
 
 def unchanged(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
@@ -120,6 +122,18 @@ class Plan:
         """Names of the scored views, without the student's own."""
         names = {need.split(".")[1] for need in self.needs if need.startswith("scores.")}
         return tuple(sorted(names - {"student"}))
+
+    @property
+    def distribution_view(self) -> str:
+        """The view whose distributions the divergences read.
+
+        Raises:
+          ConfigError: they read more than one.
+        """
+        names = sorted({d.view for d in self.divergences}) or ["teacher"]
+        if len(names) > 1:
+            raise ConfigError(f"the divergences of an objective read one view; this one reads {' and '.join(names)}")
+        return names[0]
 
     @property
     def teacher_top_k(self) -> int:
@@ -193,7 +207,8 @@ def spread_rows(scores: TeacherScores, picked: Sequence[int], num_rows: int, wid
         return out
 
     logprob_BT, valid_BT = place(scores.logprob_BT, 0), place(scores.valid_BT, False)
-    assert logprob_BT is not None and valid_BT is not None
+    assert logprob_BT is not None
+    assert valid_BT is not None
     return replace(
         scores,
         logprob_BT=logprob_BT,
@@ -208,14 +223,14 @@ def spread_rows(scores: TeacherScores, picked: Sequence[int], num_rows: int, wid
 def score_views(
     plan: Plan, scorers: Mapping[str, Scorer], own: Sequence[Rollout], everyone: Sequence[Rollout], width: int
 ) -> dict[str, TeacherScores]:
-    """Every view that the plan reads; the view "teacher" with its distribution where one is needed and can be had.
+    """Every view that the plan reads; the one of its divergences with distributions, where they can be had.
 
     Raises:
       TeacherCannot: a full distribution is needed, and the teacher's transport delivers none.
     """
     scored = {}
     for name in plan.views:
-        if name != "teacher":
+        if name != plan.distribution_view or not (plan.distribution or plan.top_k or plan.teacher_top_k):
             scored[name] = ask(scorers[name], own, everyone, SAMPLED, width)
             continue
         want = Want(distribution=plan.distribution or plan.top_k > 0, top_k=plan.teacher_top_k)
@@ -316,13 +331,12 @@ def join(
     reverse_kl_BT = student.reverse_kl_BT if student else None
     if student and student.top is not None:
         views["student"] = student.top
+        name = plan.distribution_view
         teacher_top_BTK = student.teacher_top_BTK
         if teacher_top_BTK is None:
-            teacher_top_BTK = views["teacher"].top_logprob_BTK
+            teacher_top_BTK = views[name].top_logprob_BTK
         if teacher_top_BTK is not None:
-            views["teacher"] = replace(
-                views["teacher"], top_ids_BTK=student.top.top_ids_BTK, top_logprob_BTK=teacher_top_BTK
-            )
+            views[name] = replace(views[name], top_ids_BTK=student.top.top_ids_BTK, top_logprob_BTK=teacher_top_BTK)
             if reverse_kl_BT is None and student.top.top_logprob_BTK is not None:
                 reverse_kl_BT = coarse_reverse_kl(student.top.top_logprob_BTK, teacher_top_BTK).masked_fill(~mask_BT, 0)
     return RolloutBatch(

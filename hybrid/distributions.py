@@ -1,7 +1,7 @@
 """The student's next-token distributions against a teacher's, a slice of tokens at a time.
 
-The full vocabulary of a whole batch, [B, T, V] in float32, is never held: hidden states are kept, and logits are made for
-`CHUNK_TOKENS` tokens, used, and (with gradients) made again in the backward pass.
+The full vocabulary of a whole batch, [B, T, V] in float32, is never held: hidden states are kept, and logits are made
+for `CHUNK_TOKENS` tokens, used, and (with gradients) made again in the backward pass.
 
 `add_distribution_head` patches a model's forward as TRL's fused head does, so that the pass runs inside the wrapped
 module (DDP, DeepSpeed) and no second forward is needed: `model(..., distribution=Request(...))` returns a dictionary.
@@ -101,8 +101,8 @@ def measure(hidden_BTH: Float[Tensor, "B T H"], head: Head, request: Request) ->
     """Measures the requested quantities; differentiable with respect to `hidden_BTH` and the head.
 
     Returns:
-      "logprobs" and "entropies" [B, T]; "divergence/i" [B, T] for each divergence; "support_logprobs" [B, T, K] of the
-      student on the support; "top_ids", "top_logprobs" and, with a full teacher, "teacher_top_logprobs" [B, T, num_top].
+      "logprobs" and "entropies" [B, T]; "divergence/i" [B, T] for each divergence; "support_logprobs" [B, T, K] of
+      the student on the support; "top_ids", "top_logprobs" and, with a full teacher, "teacher_top_logprobs" [B, T, num_top].
       All are 0 (ids -1, top log-probs -inf) where the mask is False.
     """
     mask_BT = request.mask_BT
@@ -153,7 +153,8 @@ def _measure_chunk(
     for index, wanted in enumerate(request.divergences):
         student_NV = shared_log_softmax(logits_NV, wanted.temperature, request.vocab_size)
         if wanted.support == "full":
-            assert teacher_hidden_NH is not None and request.teacher_head is not None
+            assert teacher_hidden_NH is not None
+            assert request.teacher_head is not None
             teacher_logits_NV = request.teacher_head(teacher_hidden_NH).float()
             teacher_NV = shared_log_softmax(teacher_logits_NV, wanted.temperature, request.vocab_size)
             width = min(student_NV.shape[-1], teacher_NV.shape[-1])
@@ -162,7 +163,8 @@ def _measure_chunk(
                 teacher_NV = shared_log_softmax(teacher_logits_NV, wanted.temperature, width)
             out[f"divergence/{index}"] = divergence(student_NV, teacher_NV, wanted.kind, wanted.beta)
         else:
-            assert support_ids_NK is not None and support_log_NK is not None
+            assert support_ids_NK is not None
+            assert support_log_NK is not None
             student_NS = on_support(student_NV, support_ids_NK)
             out[f"divergence/{index}"] = divergence(student_NS, with_tail(support_log_NK), wanted.kind, wanted.beta)
     if request.num_top:
@@ -189,5 +191,5 @@ def on_support(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Floa
 def coarse_reverse_kl(
     student_top_BTK: Float[Tensor, "B T K"], teacher_top_BTK: Float[Tensor, "B T K"]
 ) -> Float[Tensor, "B T"]:
-    """KL(student || teacher) on a support and one tail bucket, from log-probs of the same ids (KAT, arXiv 2606.09471)."""
+    """KL(student || teacher) on a support and one tail bucket, from log-probs of the same ids (arXiv 2606.09471)."""
     return kl(with_tail(student_top_BTK), with_tail(teacher_top_BTK))

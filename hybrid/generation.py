@@ -130,18 +130,11 @@ def set_clipping(trainer: Any, loss: Any) -> None:
     args.delta, trainer.importance_sampling_level = loss.dual_clip, loss.level
 
 
-def check_run(
-    method: MethodConfig | Objective, plan: Plan, scorers: Mapping[str, Scorer], args: Any, *, rewarded: bool
-) -> None:
-    """Refuses a run that cannot measure what its method reads."""
+def check_run(method: MethodConfig | Objective, plan: Plan, args: Any, *, rewarded: bool) -> None:
+    """Refuses a run that cannot measure what its method reads, before a model is loaded."""
     name = getattr(method, "name", "the objective")
     if "reward" in plan.needs and not rewarded:
         raise MissingMeasurement(f"{name} needs reward, and no reward function is given; pass reward_funcs")
-    missing = [view for view in plan.views if view not in scorers]
-    if plan.distribution and "teacher" not in scorers:
-        missing.append("teacher")
-    if missing:
-        raise MissingMeasurement(f"{name} needs scores.{missing[0]}, and no teacher gives it; pass teacher=")
     least = getattr(method, "smallest_group", getattr(method, "min_generations", 1))
     if args.num_generations < least:
         raise ConfigError(
@@ -149,3 +142,12 @@ def check_run(
         )
     if args.temperature <= 0:
         raise ConfigError(f"temperature is {args.temperature}: training samples need a temperature above 0")
+
+
+def check_scorers(method: MethodConfig | Objective, plan: Plan, scorers: Mapping[str, Scorer]) -> None:
+    """Refuses a run in which nobody scores a view that the method reads."""
+    views = set(plan.views) | ({plan.distribution_view} if plan.distribution else set())
+    missing = sorted(views - set(scorers))
+    if missing:
+        name = getattr(method, "name", "the objective")
+        raise MissingMeasurement(f"{name} needs scores.{missing[0]}, and no teacher gives it; pass teacher=")

@@ -14,17 +14,18 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from hybrid.collect import (
     Plan,
     Rollout,
+    Scorer,
     head_of,
     join,
     score_candidates,
     score_views,
-    scorers_of,
 )
 from hybrid.distributions import Request, add_distribution_head
 from hybrid.errors import ConfigError
@@ -34,6 +35,7 @@ from hybrid.generation import (
     Generation,
     StepWatch,
     check_run,
+    check_scorers,
     image_inputs,
     narrowed,
     parent_term,
@@ -46,6 +48,7 @@ from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.student import measure_student
 from hybrid.types import RolloutBatch, take_rows
+from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
 
 STATE_FILE = "hybrid_state_rank{rank}.pt"
 
@@ -87,18 +90,33 @@ def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float]:  # TRL cal
     return [0.0] * len(prompts)
 
 
+class AfterUpdate(TrainerCallback):
+    """Tells self teachers (snapshots, running means) that the student has moved."""
+
+    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+        """Takes the scorers whose teachers follow the student."""
+        self.teachers = {id(s.teacher): s.teacher for s in scorers.values() if hasattr(s.teacher, "after_update")}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After each optimizer update."""
+        for teacher in self.teachers.values():
+            teacher.after_update(state.global_step)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class HybridTrainer(GRPOTrainer):
     """Trains a student by an objective of reward and teacher terms.
 
     Args:
       model: the student: a path, a hub name or a loaded causal language model.
       method: a method's settings (`Opdvr()`), its name, or an `Objective` of your own.
-      teacher: a `Teacher`, a path or a loaded model for the view "teacher"; or a mapping view -> `Scorer`.
+      teacher: a `Teacher`, a path or a loaded model for the view "teacher"; a `ViewSpec` for the student itself; or a
+        mapping view -> `Scorer`. Views that the method makes of the student itself need none.
       reward_funcs: TRL reward functions; may be left out where the method needs no reward.
       args: a `HybridConfig`.
       train_dataset: rows with a `prompt`, and the columns that the reward functions read.
       peft_config: a LoRA configuration, as in TRL.
       watch: called with a `StepWatch` after each credit assignment (main process).
+      writer: how privileged prompts are written; by default with the student's own template.
 
     All other arguments are TRL's.
 
@@ -121,13 +139,13 @@ class HybridTrainer(GRPOTrainer):
         train_dataset: Dataset | None = None,
         *,
         watch: Callable[[StepWatch], None] | None = None,
+        writer: Writer | None = None,
         **trl: Any,
     ) -> None:
         args = args if args is not None else HybridConfig()
         self.method = method if isinstance(method, Objective) else method_of(method)
         self.objective = self.method if isinstance(self.method, Objective) else self.method.build()
         self.plan = Plan.of(self.objective, getattr(self.method, "top_k", 0))
-        self.scorers = scorers_of(teacher, args.temperature)
         self.rewarded = bool(reward_funcs)
         self.watch = watch
         self.method_state = self.objective.init()
@@ -135,13 +153,29 @@ class HybridTrainer(GRPOTrainer):
         self._generation: Generation | None = None
         self._request: Request | None = None
         self._pass: dict[str, Tensor] | None = None
-        check_run(self.method, self.plan, self.scorers, args, rewarded=self.rewarded)
+        check_run(self.method, self.plan, args, rewarded=self.rewarded)
         super().__init__(model, reward_funcs=reward_funcs or no_reward, args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
         add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
+        self.scorers = scorers_for(
+            self.plan,
+            getattr(self.method, "views", {}),
+            teacher,
+            student=unwrapped,
+            writer=writer or self._writer(),
+            temperature=self.temperature,
+            batch_size=args.per_device_train_batch_size,
+        )
+        check_scorers(self.method, self.plan, self.scorers)
+        self.add_callback(AfterUpdate(self.scorers))
         self._parent_term = parent_term(self.objective, args)
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
+
+    def _writer(self) -> Writer:
+        processor = self.processing_class if hasattr(self.processing_class, "image_processor") else None
+        style = PromptStyle(arguments=self.chat_template_kwargs)
+        return Writer(tokenizer=self._tokenizer, processor=processor, style=style, judge=judge_of(self.reward_funcs))
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -208,10 +242,17 @@ class HybridTrainer(GRPOTrainer):
             run = partial(self._run, self.model, out)
             size = self.args.per_device_train_batch_size
             student = measure_student(
-                run, out["completion_ids"], mask_BT, self.plan, scored.get("teacher"), self.temperature, size
+                run,
+                out["completion_ids"],
+                mask_BT,
+                self.plan,
+                scored.get(self.plan.distribution_view),
+                self.temperature,
+                size,
             )
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
-            scored["teacher"] = score_candidates(self.scorers["teacher"], own, everyone, student.top, width)
+            view = self.plan.distribution_view
+            scored[view] = score_candidates(self.scorers[view], own, everyone, student.top, width)
         eos = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         truncated = [bool(r.completion_ids) and r.completion_ids[-1] not in eos for r in own]
         batch = join(
@@ -239,7 +280,7 @@ class HybridTrainer(GRPOTrainer):
     def _local(
         self, assignment: Assignment, batch: RolloutBatch, scored: dict[str, Any], out: dict[str, Any]
     ) -> Generation:
-        """This process's rows of the global credit, cut back to its own width, and the advantage for TRL's surrogate."""
+        """This process's rows of the global credit at its own width, and the advantage for TRL's surrogate."""
         first = self.accelerator.process_index * len(batch.group_B)
         rows, width = slice(first, first + len(batch.group_B)), batch.mask_BT.shape[1]
         terms = tuple(narrowed(take_rows(term, rows), width, term.share_BT.shape[1]) for term in assignment.terms)
@@ -310,9 +351,9 @@ class HybridTrainer(GRPOTrainer):
         candidates = any(term.candidate_BTK is not None for term in generation.assignment.terms)
         if not self.objective.divergences and not candidates:
             return None
-        scores = generation.scored.get("teacher")
+        scores = generation.scored.get(self.plan.distribution_view)
         hidden = scores.hidden_BTH if scores is not None else None
-        teacher = batch.views.get("teacher")
+        teacher = batch.views.get(self.plan.distribution_view)
         return Request(
             target_BT=inputs["completion_ids"],
             mask_BT=batch.mask_BT,

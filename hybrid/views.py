@@ -1,0 +1,351 @@
+"""Who scores each view of a run, and under which prompt: teachers and contexts put together into scorers.
+
+A context is a function from rollouts to prompts (`hybrid.collect.Context`); a row for which it has nothing to show gets
+no prompt, hence no score, and keeps its reward term.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from hybrid.collect import Context, ContextPrompt, Plan, Rollout, Scorer, scorers_of, unchanged
+from hybrid.errors import ConfigError, DataError
+from hybrid.methods.base import ViewSpec
+from teachers.contexts import (
+    TEMPLATES,
+    PromptStyle,
+    contrast_answers,
+    contrast_trajectories,
+    degraded_image,
+    degraded_text,
+    fill,
+    privileged_prompt,
+    render,
+    without_thinking,
+)
+from teachers.protocol import Teacher
+from teachers.scoring import ScoreSettings
+from teachers.selves import AdapterOffTeacher, EmaTeacher, LiveTeacher, SnapshotTeacher
+
+Judge = Callable[[str], str | None]
+"""The answer that the verifier reads in a response, in the verifier's own form; None where it reads none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """How privileged prompts are written.
+
+    Attributes:
+      tokenizer: the student's, which is the scorer's too.
+      processor: for prompts with images.
+      style: the scorer's chat template, system message and thinking mode.
+      max_length: tokens that the scorer takes; longer prompts are errors, never cut.
+      judge: of the run's verifier; None where no reward reads an answer.
+      answer_column: column of the reference answer.
+      success_at: a reward of at least this is a right answer (SIPO's success threshold).
+    """
+
+    tokenizer: Any
+    processor: Any = None
+    style: PromptStyle = field(default_factory=PromptStyle)
+    max_length: int | None = None
+    judge: Judge | None = None
+    answer_column: str = "answer"
+    success_at: float = 0.5
+
+    def write(self, rollout: Rollout, block: str) -> ContextPrompt:
+        """The prompt of a row with a privileged block before it."""
+        rendered = privileged_prompt(
+            rollout.prompt,
+            block,
+            self.tokenizer,
+            student_ids=rollout.prompt_ids,
+            completion_tokens=len(rollout.completion_ids),
+            max_length=self.max_length,
+            style=self.style,
+            images=rollout.images,
+            processor=self.processor,
+        )
+        return ContextPrompt(prompt_ids=rendered.ids)
+
+    def answer(self, rollout: Rollout) -> str:
+        """The reference answer, as the data set writes it."""
+        return column(rollout, self.answer_column)
+
+    def correct(self, rollout: Rollout) -> bool | None:
+        """The verifier's outcome; None for an unscored response."""
+        return None if rollout.reward != rollout.reward else rollout.reward >= self.success_at
+
+    def judged(self, rollout: Rollout) -> str | None:
+        """The answer that the verifier read.
+
+        Raises:
+          ConfigError: no reward of the run reads an answer.
+        """
+        if self.judge is None:
+            raise ConfigError(
+                "a context of right and wrong answers needs a reward that reads an answer (math, exact, "
+                "reasoning_gym), or contrast_context: trajectory"
+            )
+        return self.judge(rollout.text)
+
+
+def column(rollout: Rollout, name: str) -> str:
+    """A column's text.
+
+    Raises:
+      DataError: the data set has no such column, or it is null in this row.
+    """
+    value = rollout.columns.get(name)
+    if value is None:
+        raise DataError(
+            f"a context needs the column {name!r}, and the prompt {str(rollout.prompt)[:60]!r} has none; it has: "
+            f"{', '.join(sorted(rollout.columns)) or 'no other column'}"
+        )
+    return str(value)
+
+
+def groups_of(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> dict[int, list[Rollout]]:
+    """The whole groups of the own rows, in order of position."""
+    wanted = {rollout.group for rollout in own}
+    groups: dict[int, list[Rollout]] = {group: [] for group in wanted}
+    for rollout in everyone:
+        if rollout.group in wanted:
+            groups[rollout.group].append(rollout)
+    return {group: sorted(rows, key=lambda rollout: rollout.position) for group, rows in groups.items()}
+
+
+def block_context(writer: Writer, block_of: Callable[[Rollout, Sequence[Rollout]], str | None]) -> Context:
+    """A context whose block is a function of the row and its group; None shows the row nothing."""
+
+    def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
+        groups = groups_of(own, everyone)
+        blocks = [block_of(rollout, groups[rollout.group]) for rollout in own]
+        return [
+            None if block is None else writer.write(rollout, block) for rollout, block in zip(own, blocks, strict=True)
+        ]
+
+    return context
+
+
+def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
+    """SIPO's pair of contexts (methods of arXiv 2609.36742): side 0 shows the right one, side 1 the wrong one."""
+    kind = options.get("contrast_context", "answer")
+    negative, unjudged = options.get("negative", "own"), options.get("unjudged", "skip")
+
+    def from_answers(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+        reference = writer.answer(rollout)
+        judged, correct = [writer.judged(r) for r in group], [writer.correct(r) for r in group]
+        pair = contrast_answers(judged, correct, reference, negative, unjudged)[place(rollout, group)]
+        return None if pair is None else fill(TEMPLATES["reference_answer"], {"answer": pair[side]})
+
+    def from_siblings(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+        correct = [writer.correct(r) for r in group]
+        pair = contrast_trajectories([r.text for r in group], correct)[place(rollout, group)]
+        if pair is None:
+            return None
+        return fill(TEMPLATES["sibling_solution"], {"solution": without_thinking(group[pair[side]].text)})
+
+    def block(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+        if kind == "answer":
+            return from_answers(rollout, group)
+        shown = from_siblings(rollout, group)
+        return from_answers(rollout, group) if shown is None and kind == "auto" else shown
+
+    return block_context(writer, block)
+
+
+def place(rollout: Rollout, group: Sequence[Rollout]) -> int:
+    """Index of a row in its group."""
+    return [r.position for r in group].index(rollout.position)
+
+
+def sibling(writer: Writer, *, right: bool, template: str) -> Context:
+    """Shows another response of the group: one that was right, or one that was wrong, to be corrected."""
+
+    def block(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
+        others = [r for r in group if r.position != rollout.position and writer.correct(r) is right]
+        others = [r for r in others if without_thinking(r.text)]
+        if not others:
+            return None
+        shown = without_thinking(others[rollout.position % len(others)].text)
+        return fill(
+            template, {**texts(rollout), "solution": shown, "attempt": shown, "feedback": "Its answer is wrong."}
+        )
+
+    return block_context(writer, block)
+
+
+def texts(rollout: Rollout) -> dict[str, str]:
+    """The row's columns as fields of a template."""
+    return {name: str(value) for name, value in rollout.columns.items() if name.isidentifier() and value is not None}
+
+
+def from_column(writer: Writer, name: str) -> Context:
+    """A column of the data set in place of the whole prompt."""
+
+    def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
+        prompts: list[ContextPrompt | None] = []
+        for rollout in own:
+            value = rollout.columns[name] if name in rollout.columns else column(rollout, name)
+            if value is None:
+                prompts.append(None)
+            else:
+                rendered = render(
+                    value, writer.tokenizer, writer.style, images=rollout.images, processor=writer.processor
+                )
+                prompts.append(ContextPrompt(prompt_ids=rendered.ids))
+        return prompts
+
+    return context
+
+
+def degraded(writer: Writer, options: Mapping[str, Any]) -> Context:
+    """VA-OPD's poorer view (arXiv 2605.21924): pixelated images, a column with the degraded prompt, or masked text."""
+    ratio, name = float(options.get("ratio", 0.1)), str(options.get("column", "degraded"))
+
+    def prompt(rollout: Rollout) -> ContextPrompt:
+        if rollout.images:
+            images = tuple(degraded_image(image, ratio=ratio) for image in rollout.images)
+            return ContextPrompt(prompt_ids=rollout.prompt_ids, images=images)
+        if rollout.columns.get(name) is not None:
+            return ContextPrompt(prompt_ids=render(rollout.columns[name], writer.tokenizer, writer.style).ids)
+        if isinstance(rollout.prompt, str):
+            return ContextPrompt(
+                prompt_ids=render(degraded_text(rollout.prompt, ratio=ratio), writer.tokenizer, writer.style).ids
+            )
+        raise DataError(
+            f"the view degraded needs images, or a column {name!r} with the prompt that hides the detail; the data set "
+            "has neither"
+        )
+
+    return lambda own, everyone: [prompt(rollout) for rollout in own]
+
+
+def context_of(spec: ViewSpec, writer: Writer) -> Context:
+    """The context that a view's specification names.
+
+    Raises:
+      ConfigError: there is no such context.
+    """
+    options = spec.options
+    template = options.get("template")
+
+    def block_template(name: str) -> str:
+        return before_prompt(str(template)) if template is not None else TEMPLATES[name]
+
+    if spec.context is None:
+        return unchanged
+    if spec.context in ("right", "wrong"):
+        return contrast(writer, int(spec.context == "wrong"), options)
+    if spec.context == "degraded":
+        return degraded(writer, options)
+    if spec.context == "column":
+        return from_column(writer, str(options["column"]))
+    if spec.context in ("sibling", "reflection"):
+        right = spec.context == "sibling"
+        return sibling(writer, right=right, template=block_template("sibling_solution" if right else "reflection"))
+    if spec.context in ("answer", "hint", "instruction"):
+        name = {"answer": "reference_answer"}.get(spec.context, spec.context)
+        text, source = block_template(name), str(options.get("column") or writer.answer_column)
+        return block_context(
+            writer, lambda rollout, group: fill(text, {**texts(rollout), "answer": str(rollout.columns.get(source))})
+        )
+    if spec.context == "wrong_answer":
+        return contrast(writer, 1, {"contrast_context": "answer", "negative": "mode", **options})
+    raise ConfigError(f"there is no context {spec.context!r}")
+
+
+def before_prompt(template: str) -> str:
+    """The block of a template that ends with {prompt}.
+
+    Raises:
+      ConfigError: the prompt stands elsewhere; both prompts must end identically.
+    """
+    if template.count("{prompt}") != 1 or not template.rstrip().endswith("{prompt}"):
+        raise ConfigError(
+            "a context template ends with {prompt}, so that teacher and student prompts end identically; got "
+            f"{template!r}"
+        )
+    return template.rstrip().removesuffix("{prompt}")
+
+
+def self_teacher(
+    options: Mapping[str, Any], student: nn.Module, tokenizer: Any, processor: Any, settings: ScoreSettings
+) -> Teacher:
+    """The student as its own teacher: live, a snapshot every N steps, a running mean, or without its adapter."""
+    sync = options.get("sync", "live")
+    common = {"settings": settings, "processor": processor}
+    if sync == "snapshot":
+        return SnapshotTeacher(student, tokenizer, every=int(options.get("every") or 10), **common)
+    if sync == "ema":
+        return EmaTeacher(student, tokenizer, decay=float(options.get("decay") or 0.95), **common)
+    if sync == "base":
+        return AdapterOffTeacher(student, tokenizer, **common)
+    return LiveTeacher(student, tokenizer, **common)
+
+
+def scorers_for(
+    plan: Plan,
+    specs: Mapping[str, ViewSpec],
+    teacher: Any,
+    *,
+    student: nn.Module,
+    writer: Writer,
+    temperature: float,
+    batch_size: int,
+) -> dict[str, Scorer]:
+    """A scorer for each view that the plan reads.
+
+    Args:
+      plan: of the objective.
+      specs: how the method wants its views made; the others are the teacher under the student's own prompt.
+    return next((r.judged_answer for r in rewards if getattr(r, "judged_answer", None) is not None), None)
+        or scorers by view, which win over everything.
+      student: the student's module, without wrappers.
+      writer: of privileged prompts.
+      temperature: at which log-probs are compared.
+      batch_size: rows of one forward of a self teacher.
+
+    Raises:
+      ConfigError: a live self teacher under the student's own prompt, whose gap is zero everywhere.
+    """
+    given = dict(teacher) if isinstance(teacher, Mapping) else {}
+    settings = ScoreSettings(temperature=temperature, batch_size=batch_size)
+    selves: dict[tuple[Any, ...], Teacher] = {}
+
+    def own(options: Mapping[str, Any]) -> Teacher:
+        key = tuple(options.get(name) for name in ("sync", "every", "decay"))
+        if key not in selves:
+            selves[key] = self_teacher(options, student, writer.tokenizer, writer.processor, settings)
+        return selves[key]
+
+    if isinstance(teacher, ViewSpec):
+        if teacher.context is None and teacher.options.get("sync", "live") == "live":
+            raise ConfigError(
+                "the teacher is the live student under its own prompt, so the distillation signal is identically zero; "
+                "give it a context, or sync: snapshot, ema or base"
+            )
+        given = {"teacher": Scorer(teacher=own(teacher.options), context=context_of(teacher, writer))}
+    elif not given:
+        given = scorers_of(teacher, temperature)
+    scorers = dict(given)
+    for view in plan.views:
+        spec = specs.get(view)
+        if view in scorers or spec is None:
+            continue
+        if spec.scorer == "self":
+            scorers[view] = Scorer(teacher=own(spec.options), context=context_of(spec, writer))
+        elif "teacher" in given:
+            base = given["teacher"]
+            scorers[view] = replace(base, context=context_of(spec, writer) if spec.context else base.context)
+    return scorers
+
+
+def judge_of(rewards: Sequence[Any]) -> Judge | None:
+    """What the first reward that reads an answer reads."""
+    return next(
+        (reward.judged_answer for reward in rewards if getattr(reward, "judged_answer", None) is not None), None
+    )
