@@ -6,7 +6,7 @@ source, since rewards and teachers read them by name.
 
 import difflib
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,9 @@ from hybrid.rewards.gym import GYM_COLUMN, gym_record
 
 Builder = Callable[["DataConfig", int], datasets.Dataset]
 
-RESERVED_COLUMNS = frozenset(
-    {
-        "advantages",
-        "completion",
-        "completion_ids",
-        "completions",
-        "environments",
-        "log_extra",
-        "log_metric",
-        "prompts",
-        "rewards",
-        "trainer_state",
-    }
-)
+_TRL_NAMES = {"completion_ids", "completions", "environments", "log_extra", "log_metric", "prompts", "trainer_state"}
+
+RESERVED_COLUMNS = frozenset(_TRL_NAMES | {"advantages", "completion", "rewards"})
 """Names under which TRL hands its own values to reward functions, or drops a column without a word."""
 
 
@@ -154,9 +143,8 @@ def load_prompts(config: DataConfig, *, seed: int, builders: Mapping[str, Builde
     if config.shuffle_seed is not None:
         order = np.random.default_rng(config.shuffle_seed).permutation(len(rows))
     order = order[: config.limit]
-    prompts = [
-        _prompt(config, values, where(row)) for row, values in zip(order, _records(rows, needed, order), strict=True)
-    ]
+    records = _taken(rows.select_columns(needed), order).to_list() if needed else [{}] * len(order)
+    prompts = [_prompt(config, record, where(row)) for row, record in zip(order, records, strict=True)]
     kept = [name for name in kept if name != "prompt"]
     others = _taken(rows.select_columns(kept), order) if kept else None
     prompt_rows = datasets.Dataset.from_dict({"prompt": prompts})
@@ -351,12 +339,6 @@ def _taken(rows: datasets.Dataset, order: np.ndarray) -> datasets.Dataset:
         return rows
     table = rows.with_format("arrow").select(order)[:]
     return datasets.Dataset(InMemoryTable(table), info=datasets.DatasetInfo(features=rows.features))
-
-
-def _records(rows: datasets.Dataset, columns: list[str], order: np.ndarray) -> Iterator[dict[str, Any]]:
-    if not columns:
-        return ({} for _ in order)
-    return iter(_taken(rows.select_columns(columns), order))  # pyright: ignore[reportReturnType]
 
 
 def _prompt(config: DataConfig, values: dict[str, Any], where: str) -> str | list[dict[str, Any]]:

@@ -173,11 +173,10 @@ def _is_async(score: Scorer) -> bool:
 
 
 def _awaited(score: Scorer) -> Scorer:
-    """Runs a coroutine function on one loop of its own, which works whether or not the caller has a running loop."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
-    runner = asyncio.Runner()
+    """Runs a coroutine function in a thread of its own, which works whether or not the caller has a running loop."""
 
     def run(**batch: Any) -> Any:
-        return thread.submit(lambda: runner.run(score(**batch))).result()
+        with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread:
+            return thread.submit(asyncio.run, score(**batch)).result()
 
     return run

@@ -34,7 +34,7 @@ def tagged(answer):
 def test_the_tasks_own_verifier_accepts_its_reference(reward, task, params):
     entry, problem = record(task, **params)
     assert judge(reward, tagged(entry["answer"]), problem) == 1.0
-    assert judge(reward, tagged("certainly not"), problem) in (0.0, 0.01)
+    assert judge(reward, tagged("certainly not"), problem) != 1.0
 
 
 def test_tuples_reach_the_verifier_as_tuples(reward):
@@ -84,7 +84,7 @@ def test_a_hang_is_killed():
     _, problem = record("countdown")
     hasty = ReasoningGymConfig(limit_s=2.0, workers=1).build()
     assert judge(hasty, tagged("9**9**9**9"), problem) == 0.0
-    assert judge(hasty, tagged("1"), problem) in (0.0, 0.01)
+    assert judge(hasty, tagged("1"), problem) != 1.0
 
 
 def test_a_row_without_a_record_is_an_error(reward):
