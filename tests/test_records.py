@@ -1,12 +1,12 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.testing import assert_close
 
 from hybrid.errors import DataError, HybridError
@@ -51,7 +51,7 @@ def file_of(tmp_path):
     return write
 
 
-def some(value: Tensor | Demonstration | None):
+def some(value: Any) -> Any:
     assert value is not None
     return value
 
