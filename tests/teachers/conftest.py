@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHAT_TEMPLATE = (
@@ -16,11 +17,13 @@ CHAT_TEMPLATE = (
 
 def train_tokenizer(corpus, special=("<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")):
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
-    bpe.decoder = decoders.Metaspace()
-    alphabet = [chr(c) for c in range(32, 127)] + ["\n"]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=130, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator(corpus, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -51,7 +54,8 @@ def build_qwen(seed=0, vocab_size=64, dtype=torch.float32, scale=0.4):
         bos_token_id=0,
         eos_token_id=1,
     )
-    return Qwen2ForCausalLM(config).to(dtype=dtype).eval()
+    model = Qwen2ForCausalLM(config).eval()
+    return nn.Module.to(model, dtype=dtype)
 
 
 @pytest.fixture

@@ -347,13 +347,13 @@ def test_the_teacher_is_frozen_and_without_dropout(make_qwen):
 
 
 def test_load_reads_a_folder_in_the_dtype_asked_for(make_qwen, tokenizer, tmp_path):
-    make_qwen(vocab_size=130).save_pretrained(tmp_path)
+    make_qwen(vocab_size=300).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     teacher = LocalTeacher.load(tmp_path, dtype="bfloat16", device="cpu", temperature=0.5, name="t")
     assert next(teacher.model.parameters()).dtype == torch.bfloat16
     assert teacher.model_name == str(tmp_path)
     assert teacher.max_model_len == 256
-    assert teacher.vocab_size == 130
+    assert teacher.vocab_size == 300
     assert teacher.tokenizer.convert_tokens_to_ids("<|end|>") == 1
     assert teacher.score(ROWS).temperature == 0.5
     teacher.close()
