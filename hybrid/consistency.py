@@ -166,6 +166,7 @@ def _measurements(
             )
     if config.teacher is not None:
         yield from _transport(config, path, name, objective)
+        yield from _alignment(config, path, name, objective)
         yield from _own_opinion(config, path, name, views)
 
 
@@ -203,6 +204,20 @@ def _transport(config: ExperimentConfig, path: KeyPath, name: str, objective: Ob
                 f"scores chosen ids (teacher.candidates: true, on a GPU); {choices}",
             )
         return
+
+
+def _alignment(config: ExperimentConfig, path: KeyPath, name: str, objective: Objective) -> Iterator[Contradiction]:
+    """A teacher with another tokenizer has no opinion on the student's vocabulary."""
+    assert config.teacher is not None
+    aligned = [t for t in teachers_of(config.teacher).values() if getattr(t, "align", False)]
+    needs = sorted(need for need in objective.needs if need == "kl" or need.endswith(".top"))
+    if aligned and (objective.divergences or needs):
+        what = objective.divergences[0].kind if objective.divergences else needs[0]
+        yield (
+            path,
+            f"{name} needs {what}, which compares distributions over one vocabulary, and the teacher has another "
+            "tokenizer (teacher.align); choose a method of sampled tokens, or a teacher with the student's tokenizer",
+        )
 
 
 def _own_opinion(config: ExperimentConfig, path: KeyPath, name: str, views: list[str]) -> Iterator[Contradiction]:

@@ -35,6 +35,12 @@ Address = Annotated[str, AfterValidator(_is_address)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+_ALIGN = (
+    "The teacher has another tokenizer: it scores the student's text with its own, and log-probs are brought back to "
+    "the student's tokens by bytes. Only for methods of sampled tokens."
+)
+
+
 class ContextConfig(Settings):
     """What this teacher sees beside the student's prompt; see `teachers/contexts.py`."""
 
@@ -119,6 +125,33 @@ class LocalTeacherConfig(_Teacher):
     token_budget: int | None = Field(
         default=None, ge=1, description="Padded tokens of one forward; null for no such limit."
     )
+    align: bool = Field(default=False, description=_ALIGN)
+
+
+class RequestsConfig(Settings):
+    """How a server is asked."""
+
+    window: int = Field(default=16, ge=1, description="Requests on their way at once.")
+    timeout_s: PositiveFloat = Field(default=60.0, description="Seconds until a request counts as failed.")
+    retries: int = Field(default=3, ge=0, description="How often a row is asked for again, with growing waits.")
+    ca_file: str | None = Field(default=None, description="Certificates to trust in place of the system's.")
+    compress: bool | None = Field(
+        default=None, description="Ask for compressed replies; null is yes unless the server is on this machine."
+    )
+
+
+class ServerConfig(Settings):
+    """The server that a run starts for itself; it listens on this machine alone and wants a random key."""
+
+    device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="`auto` is a GPU where there is one.")
+    gpus: str | None = Field(default=None, description="GPUs of the server, e.g. `6,7`; null leaves it all.")
+    dtype: Dtype = Field(default="auto", description="Of the weights; `auto` is the checkpoint's, float32 on a CPU.")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Prompt, completion and one token more; null is what the run needs."
+    )
+    port: int = Field(default=0, ge=0, lt=65536, description="0 takes a free one.")
+    start_timeout_s: PositiveFloat = Field(default=900.0, description="Seconds until it must score.")
+    flags: tuple[str, ...] = Field(default=(), description="More arguments of `vllm serve`.")
 
 
 class ServedTeacherConfig(_Teacher):
@@ -128,19 +161,16 @@ class ServedTeacherConfig(_Teacher):
     url: Address | tuple[Address, ...] | None = Field(
         default=None, description="Address of the server, or of its replicas."
     )
-    serve: Literal["auto"] | None = Field(
-        default=None, description="`auto`: the run starts the server itself and stops it."
+    serve: Literal["auto"] | ServerConfig | None = Field(
+        default=None, description="The run starts the server itself and stops it: `auto`, or its settings."
     )
-    api_key_env: str = Field(
-        default="HYBRID_TEACHER_API_KEY", description="Environment variable that holds the API key."
-    )
-    window: int = Field(default=16, ge=1, description="Requests on their way at once.")
-    timeout_s: PositiveFloat = Field(default=60.0, description="Seconds until a request counts as failed.")
-    retries: int = Field(default=3, ge=0, description="How often a failed request is sent again, with growing waits.")
+    api_key_env: str = Field(default="HYBRID_TEACHER_API_KEY", description="Environment variable of the API key.")
+    requests: RequestsConfig = Field(default_factory=RequestsConfig, description="How the server is asked.")
     candidates: bool = Field(
         default=False,
         description="The server scores ids that the student chose (vLLM's `/inference/v1/generate`, GPU only).",
     )
+    align: bool = Field(default=False, description=_ALIGN)
 
     @model_validator(mode="after")
     def _has_a_server(self) -> Self:
