@@ -101,6 +101,12 @@ class RolloutBatch:
             raise MissingMeasurement(f"the method needs {name}, which this run does not measure")
         return value
 
+    def texts(self) -> Demonstration:
+        """The demonstrations; raises `MissingMeasurement` where there are none."""
+        if self.demonstration is None:
+            raise MissingMeasurement("the method needs demonstration, which this run does not measure")
+        return self.demonstration
+
     def view(self, name: str) -> View:
         """The scores of one scorer; raises `MissingMeasurement` where there are none."""
         if name not in self.views:
@@ -122,7 +128,6 @@ _FIELD_OF = {
     "entropies": "entropy_BT",
     "kl": "reverse_kl_BT",
     "teacher_accuracy": "teacher_accuracy_B",
-    "demonstration": "demonstration",
 }
 
 

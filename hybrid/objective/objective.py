@@ -216,9 +216,7 @@ def demonstration_share(loss: Likelihood, branches: tuple[str, ...], credit: Cre
     Token-mean within a text and mean over the prompts that own one, or one token mean with the responses; both
     normalisations of RSTG, Eq. 14 (arXiv 2608.00782), are RECONSTRUCTED.
     """
-    batch.need("demonstration")
-    assert batch.demonstration is not None
-    live_BU = batch.demonstration.mask_BU & carrying_rows(loss.branch, branches, credit, batch)[:, None]
+    live_BU = batch.texts().mask_BU & carrying_rows(loss.branch, branches, credit, batch)[:, None]
     if loss.normaliser == "pooled":
         return spread(live_BU, counted(credit, batch).sum() + live_BU.sum(), batch.dtype)
     length_B1 = live_BU.sum(-1, keepdim=True).clamp(min=1)

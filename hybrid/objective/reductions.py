@@ -42,8 +42,7 @@ def carrying_rows(
     branch: str | None, branches: tuple[str, ...], credit: Credit, batch: RolloutBatch
 ) -> Bool[Tensor, " B"]:
     """The first row of each prompt that owns a demonstration, among the rows of a route's branch or of all of them."""
-    assert batch.demonstration is not None
-    owns_B = batch.demonstration.mask_BU.any(-1)
+    owns_B = batch.texts().mask_BU.any(-1)
     if branch is not None:
         owns_B = owns_B & (credit.branch_B == branches.index(branch))
     elif branches:
@@ -68,9 +67,7 @@ def token_mean_with_texts(branch: str, branches: tuple[str, ...]) -> Reduction:
     """`token_mean` whose denominator also counts the demonstrations that one branch of a route imitates."""
 
     def share(credit: Credit, batch: RolloutBatch) -> Float[Tensor, "B T"]:
-        batch.need("demonstration")
-        assert batch.demonstration is not None
-        text_BU = batch.demonstration.mask_BU & carrying_rows(branch, branches, credit, batch)[:, None]
+        text_BU = batch.texts().mask_BU & carrying_rows(branch, branches, credit, batch)[:, None]
         mask_BT = counted(credit, batch)
         return spread(mask_BT, mask_BT.sum() + text_BU.sum(), batch.dtype)
 

@@ -1,0 +1,3 @@
+from tests.float64 import float64
+
+__all__ = ["float64"]
