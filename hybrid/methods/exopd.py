@@ -9,12 +9,15 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from hybrid.methods.base import ClippedMethod
+from hybrid.methods.base import ClippedMethod, ViewSpec
 from hybrid.objective.estimators import from_extrapolated_gap
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import token_mean
 from hybrid.objective.schedules import Number
 from hybrid.objective.step import chain
+
+NEVER = 10**9
+"""Updates between two copies of the student: the reference stays what the student was at the start."""
 
 
 class ExOpd(ClippedMethod):
@@ -43,3 +46,8 @@ class ExOpd(ClippedMethod):
             loss=self.policy_loss(),
             reduction=token_mean(),
         )
+
+    @property
+    @override
+    def views(self) -> Mapping[str, ViewSpec]:
+        return {"reference": ViewSpec("self", None, {"sync": "snapshot", "every": NEVER})}

@@ -12,13 +12,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from hybrid.methods.base import ClippedMethod
+from hybrid.methods.base import ClippedMethod, ViewSpec
 from hybrid.objective.groups import Scale
 from hybrid.objective.objective import Objective, mix, objective
 from hybrid.objective.reductions import response_mean, token_mean
 from hybrid.objective.schedules import Number, at
 from hybrid.objective.signals import from_group_advantage, from_teacher_gap
 from hybrid.objective.step import chain
+
+SELF_DECAY = 0.95
+"""Of the self-teacher's running mean: rate 0.05 (methods_core 2.2; TRL 1.16's SDPO)."""
 
 
 class Sdpo(ClippedMethod):
@@ -58,3 +61,10 @@ class Sdpo(ClippedMethod):
             ),
             (self.w, objective(name="self", credit=teacher, loss=loss, reduction=response_mean())),
         )
+
+    @property
+    @override
+    def views(self) -> Mapping[str, ViewSpec]:
+        if self.view == "teacher":
+            return {}
+        return {"right": ViewSpec("self", "sibling", {"sync": "ema", "decay": SELF_DECAY})}
