@@ -41,44 +41,37 @@ _ALIGN = (
 )
 
 
-class ContextConfig(Settings):
-    """What this teacher sees beside the student's prompt; see `teachers/contexts.py`."""
+ContextKind = Literal["answer", "wrong_answer", "sibling", "reflection", "hint", "instruction", "degraded", "column"]
 
-    kind: Literal[
-        "reference_answer",
-        "wrong_answer",
-        "sibling_solution",
-        "reflection",
-        "hint",
-        "instruction",
-        "degraded_image",
-        "degraded_text",
-        "column",
-    ] = Field(
-        description="`reference_answer`, or a `wrong_answer` in the same words; `sibling_solution`: another response "
-        "to the prompt that was right; `reflection`: an earlier wrong attempt; `hint` and `instruction`: a text; "
-        "`degraded_image` and `degraded_text`: the prompt with its detail gone; `column`: another prompt altogether."
+
+class ContextConfig(Settings):
+    """What this teacher sees beside the student's prompt; the wordings are those of `teachers/contexts.py`."""
+
+    kind: ContextKind = Field(
+        description="`answer`: the reference answer, or a `wrong_answer` in the same words; `sibling`: another "
+        "response that was right; `reflection`: one that was wrong, to be corrected; `hint` and `instruction`: "
+        "the text of that column; `degraded`: images or text with their detail gone; `column`: another prompt."
     )
     template: str | None = Field(
         default=None,
-        description="The block before the prompt, with `{answer}`, `{solution}`, `{attempt}`, `{feedback}`, `{hint}` "
-        "or `{instruction}` where that goes; null takes the wording of `teachers/contexts.py`.",
+        description="Own words: a text that ends with `{prompt}`, with `{answer}`, `{solution}`, `{attempt}` or any "
+        "column in braces before it.",
     )
     column: str | None = Field(
-        default=None,
-        description="Column of the answer, hint, instruction or prompt; null is `answer` or the kind's name.",
+        default=None, description="Column of the answer, of the degraded prompt or of the other prompt."
     )
     ratio: float | None = Field(
-        default=None, gt=0, le=1, description="Share of detail that a degraded prompt keeps; null is 0.1."
+        default=None, gt=0, le=1, description="Share of detail that `degraded` keeps; null is 0.1."
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        degraded = self.kind in ("degraded_image", "degraded_text")
-        if self.ratio is not None and not degraded:
-            raise ValueError(f"ratio belongs to degraded_image and degraded_text; the kind is {self.kind}")
-        if self.template is not None and (degraded or self.kind == "column"):
-            raise ValueError(f"template is a block before the prompt, which the kind {self.kind} has not")
+        if self.ratio is not None and self.kind != "degraded":
+            raise ValueError(f"ratio belongs to the kind degraded; the kind is {self.kind}")
+        if self.template is not None and self.kind in ("degraded", "column"):
+            raise ValueError(f"template is a text before the prompt, which the kind {self.kind} has not")
+        if self.template is not None and not self.template.rstrip().endswith("{prompt}"):
+            raise ValueError("template must end with {prompt}, so that student and teacher continue the same text")
         if self.kind == "column" and self.column is None:
             raise ValueError("name the column that holds the teacher's prompt: column: NAME")
         return self
