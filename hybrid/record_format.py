@@ -54,6 +54,11 @@ class RecordLine(_Line):
     prompt: str | None = None
     completion: str | None = None
     tokens: list[str] | None = None
+    # What a training wrote beside its rollouts, for reports; `hybrid explain` works it out anew.
+    step: int | None = None
+    advantages: Numbers | None = None
+    kl_weights: Numbers | None = None
+    kept: list[Annotated[int, Field(ge=0, le=1)]] | None = None
 
 
 class Row(NamedTuple):
