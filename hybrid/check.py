@@ -1,0 +1,290 @@
+"""`hybrid check`: everything about an experiment that can be found out before a model is loaded.
+
+Nothing is trained and no embedded model is made; only tokenizers, prompts and configuration files are read. What lies
+on the hub and cannot be looked at from here is a warning.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+from transformers import AutoConfig, AutoTokenizer
+
+from hybrid.config import TINY, ExperimentConfig, held_out
+from hybrid.consistency import uses_teacher
+from hybrid.data import DataConfig, check_prompt_lengths
+from hybrid.errors import DataError, HybridError
+from hybrid.read_config import Problem, validated
+from hybrid.rewards import RewardFunction, build_rewards
+from hybrid.sources import held_out_prompts, training_prompts
+from hybrid.teacher_config import (
+    LocalTeacherConfig,
+    RecordedTeacherConfig,
+    RoutedTeacherConfig,
+    SelfTeacherConfig,
+    ServedTeacherConfig,
+    teachers_of,
+)
+from hybrid.tiny import tiny_tokenizer
+from hybrid.tiny_tasks import tiny_task
+from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
+from teachers.errors import TeacherError
+from teachers.protocol import Row
+
+FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".yaml"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the check says about one thing.
+
+    Attributes:
+      level: an error stops a run, a warning may not, a fact is neither.
+      problem: where, which key, and what.
+    """
+
+    level: Literal["error", "warning", "fact"]
+    problem: Problem
+
+    def __str__(self) -> str:
+        """The finding as one line."""
+        return str(self.problem)
+
+
+def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = False) -> list[Finding]:
+    """Looks at an experiment file and at what it names.
+
+    Args:
+      path: the YAML file.
+      overrides: `a.b.c=value` each.
+      live: also ask the teachers, which must be reachable; loads local ones.
+
+    Returns:
+      Errors, warnings and facts in the order in which they were found. Without errors the experiment can start.
+
+    Raises:
+      ConfigError: the file cannot be read, or settings are wrong or contradict each other; one line each.
+    """
+    document = override(load_document(path), overrides)
+    config = validated(document)
+    checker = _Checker(config, document)
+    checker.run()
+    if live and not checker.has_errors:
+        checker.ask_teachers()
+    return checker.findings
+
+
+class _Checker:
+    """Collects findings; each `_look_at_...` looks at one thing and stops at its first trouble."""
+
+    def __init__(self, config: ExperimentConfig, document: Document) -> None:
+        self.config = config
+        self.document = document
+        self.findings: list[Finding] = []
+
+    @property
+    def has_errors(self) -> bool:
+        return any(finding.level == "error" for finding in self.findings)
+
+    def run(self) -> None:
+        config = self.config
+        rewards = self._try(("rewards",), lambda: build_rewards(config.rewards) if config.rewards else [])
+        rows = self._prompts(("data", "source"), config.data, lambda: training_prompts(config))
+        place: KeyPath = (
+            ("data", "source") if config.evaluate is None or config.evaluate.data is None else ("evaluate", "data")
+        )
+        asked = held_out(config)
+        held = None if asked is None else self._prompts(place, asked, lambda: held_out_prompts(config))
+        tokenizer = self._tokenizer(("student", "model"), config.student.model)
+        for key, found in ((("data", "source"), rows), (place, held)):
+            if found is not None:
+                self._try(key, lambda found=found: self._look_at_columns(found, rewards or []))
+                if tokenizer is not None:
+                    self._try(key, lambda found=found: self._look_at_lengths(found, tokenizer))
+        if rows is not None:
+            self._look_at_size(len(rows))
+        self._look_at_teachers(tokenizer)
+        self._look_at_engine()
+        if config.evaluate is None:
+            self._say("warning", (), "nothing is evaluated on held-out prompts; `evaluate: {}` does it")
+
+    def ask_teachers(self) -> None:
+        """Scores one sequence with the teacher, however it is reached."""
+        from hybrid.teaching import teacher_of
+
+        config = self.config
+        if config.teacher is None or isinstance(config.teacher, SelfTeacherConfig):
+            return
+
+        def score() -> None:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                teacher_of(config.teacher, temperature=config.train.temperature, folder=Path(folder)) as teacher,
+            ):
+                scores = teacher.score([Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9))])
+            self._say(
+                "fact", ("teacher",), f"scored two tokens: {[round(x, 3) for x in scores.logprob_BT[0].tolist()]}"
+            )
+
+        self._try(("teacher",), score)
+
+    def _say(self, level: Literal["error", "warning", "fact"], path: KeyPath, message: str) -> None:
+        self.findings.append(Finding(level, Problem(self.document.place(path), dotted(path), message)))
+
+    def _try(self, path: KeyPath, look: Callable[[], Any]) -> Any:
+        """What `look` gives; its error, said, and None."""
+        try:
+            return look()
+        except (HybridError, TeacherError) as error:
+            self._say("error", path, str(error))
+            return None
+
+    def _prompts(
+        self, path: KeyPath, source: DataConfig, load: Callable[[], datasets.Dataset | None]
+    ) -> datasets.Dataset | None:
+        try:
+            return load()
+        except DataError as error:
+            if isinstance(source.source, str) and is_hub_name(source.source) and _is_unreachable(error):
+                self._say(
+                    "warning", path, f"'{source.source}' could not be looked at: the hub does not answer from here"
+                )
+            else:
+                self._say("error", path, str(error))
+        except HybridError as error:
+            self._say("error", path, str(error))
+        return None
+
+    def _tokenizer(self, path: KeyPath, model: str) -> Any:
+        if model.startswith(TINY):
+            task = self._try(path, lambda: tiny_task(model.removeprefix(TINY)))
+            return None if task is None else tiny_tokenizer()
+        try:
+            return AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            if is_hub_name(model) and _is_unreachable(error):
+                self._say("warning", path, f"'{model}' could not be looked at: the hub does not answer from here")
+            elif Path(model).is_dir():
+                self._say("error", path, f"the folder '{model}' holds no tokenizer: {_first_line(error)}")
+            else:
+                self._say("error", path, f"there is no model '{model}', neither as a folder nor on the hub")
+        return None
+
+    def _look_at_columns(self, rows: datasets.Dataset, rewards: Sequence[RewardFunction]) -> None:
+        wanted = [(column, f"the reward {reward.__name__}") for reward in rewards for column in reward.columns]
+        for method in self.config.methods.values():
+            needs = method.build().needs
+            wanted += [(c, f"the method {method.name}") for c in ("demonstration", "teacher_accuracy") if c in needs]
+        if self.config.teacher is not None:
+            for teacher in teachers_of(self.config.teacher).values():
+                if teacher.context is not None and teacher.context.column is not None:
+                    wanted.append((teacher.context.column, "the teacher's context"))
+            if isinstance(self.config.teacher, RoutedTeacherConfig) and self.config.teacher.by is not None:
+                wanted.append((self.config.teacher.by, "the choice of the teacher"))
+        for column, who in wanted:
+            if column not in rows.column_names:
+                raise DataError(f"has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}")
+
+    def _look_at_lengths(self, rows: datasets.Dataset, tokenizer: Any) -> None:
+        train = self.config.train
+        limit = train.max_prompt_length
+        if limit is None:
+            limit = self._context(tokenizer) - train.max_completion_length
+            if limit < 1:
+                raise DataError(
+                    f"train.max_completion_length {train.max_completion_length} leaves no room for a prompt in the "
+                    f"student's context of {self._context(tokenizer)} tokens"
+                )
+        longest = check_prompt_lengths(
+            rows, tokenizer, limit, chat_template_kwargs=self.config.student.chat_template_kwargs
+        )
+        self._say("fact", ("data",), f"{len(rows)} prompts of at most {longest} tokens")
+
+    def _context(self, tokenizer: Any) -> int:
+        """Tokens that the student takes, prompt and completion together."""
+        known = [int(tokenizer.model_max_length)]
+        if not self.config.student.model.startswith(TINY):
+            text_config = AutoConfig.from_pretrained(self.config.student.model).get_text_config()
+            known.append(int(getattr(text_config, "max_position_embeddings", None) or known[0]))
+        return min(known)
+
+    def _look_at_size(self, num_rows: int) -> None:
+        wanted = self.config.train.prompts_per_step
+        if num_rows < wanted:
+            self._say(
+                "error", ("train", "prompts_per_step"), f"a step takes {wanted} prompts, and the data has {num_rows}"
+            )
+
+    def _look_at_teachers(self, student: Any) -> None:
+        if self.config.teacher is None:
+            return
+        if not uses_teacher(self.config):
+            self._say("warning", ("teacher",), "is asked by no method of this experiment")
+        several = isinstance(self.config.teacher, RoutedTeacherConfig)
+        for name, teacher in teachers_of(self.config.teacher).items():
+            path: KeyPath = ("teacher", "teachers", name) if several else ("teacher",)
+            if isinstance(teacher, RecordedTeacherConfig) and not Path(teacher.recorded).is_file():
+                self._say("error", (*path, "recorded"), f"there is no file '{teacher.recorded}'")
+            if isinstance(teacher, LocalTeacherConfig | ServedTeacherConfig):
+                tokenizer = self._tokenizer((*path, "model"), teacher.model)
+                if tokenizer is not None and student is not None and not teacher.align:
+                    self._try((*path, "model"), lambda tokenizer=tokenizer: same_tokenizer(student, tokenizer))
+
+    def _look_at_engine(self) -> None:
+        file = self.config.engine.config_file
+        if file is None:
+            return
+        try:
+            json.loads(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            self._say("error", ("engine", "config_file"), f"'{file}' cannot be read: {error.strerror}")
+        except ValueError as error:
+            self._say("error", ("engine", "config_file"), f"'{file}' is no JSON: {error}")
+
+
+def same_tokenizer(student: Any, teacher: Any) -> None:
+    """Makes sure that student and teacher mean the same by every id that both have.
+
+    Raises:
+      DataError: they do not; names a token and its two ids.
+    """
+    own, other = student.get_vocab(), teacher.get_vocab()
+    differing = sorted((token for token in own if other.get(token) != own[token]), key=lambda token: own[token])
+    if differing:
+        token = differing[0]
+        there = f"id {other[token]}" if token in other else "no token"
+        raise DataError(
+            f"the teacher has another vocabulary than the student: {token!r} is id {own[token]} for the student and "
+            f"{there} for the teacher ({len(differing)} of {len(own)} tokens differ); choose a teacher with the "
+            "student's tokenizer, or set align: true for a method of sampled tokens"
+        )
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name can only mean something on the hub: `owner/name` or `name`, and no such file or folder here."""
+    looks_local = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or ":" in name
+    return not looks_local and Path(name).suffix.lower() not in FILE_ENDINGS and not Path(name).exists()
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether the hub did not answer, rather than answered that there is nothing."""
+    causes = list(_causes(error))
+    text = " ".join(f"{type(cause).__name__} {cause}" for cause in causes)
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return True
+    return any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes) or "Offline" in text
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
