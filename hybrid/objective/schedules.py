@@ -27,7 +27,7 @@ class Schedule(BaseModel):
         """The value before update number `step`, counted from 0."""
         done = min(step / self.steps, 1.0)
         if self.shape == "linear":
-            return self.start + (self.end - self.start) * done
+            return (1 - done) * self.start + done * self.end
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * done)) / 2
 
 

@@ -1,6 +1,7 @@
 """Signals: which way, and how far, each sampled token should move."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from hybrid.objective.groups import Scale, group_advantage, mixed
 from hybrid.objective.schedules import Number, at
-from hybrid.objective.step import Signal, Step, signal
-from hybrid.types import RolloutBatch
+from hybrid.objective.step import Phase, Signal, Step, signal
+from hybrid.types import Credit, RolloutBatch, State
 
 CandidateWeight = Literal["student_p", "teacher_p", "none"]
 """By which probabilities, renormalised over the candidates, a top-k signal is weighted."""
@@ -85,7 +86,7 @@ def largest(logprob_BTK: Float[Tensor, "B T K"], top_k: int | None) -> Bool[Tens
     """True on the `top_k` largest entries of each position, the first of equal ones; all of them for None."""
     if top_k is None or top_k >= logprob_BTK.shape[-1]:
         return torch.ones_like(logprob_BTK, dtype=torch.bool)
-    order_BTK = logprob_BTK.argsort(-1, descending=True, stable=True)
+    order_BTK = logprob_BTK.sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(logprob_BTK, dtype=torch.bool).scatter(-1, order_BTK[..., :top_k], True)
 
 
@@ -119,8 +120,9 @@ def from_teacher_known(*, view: str = "teacher") -> Step:
     A batch without that view (a record that holds `kl` alone) counts as known all along.
     """
 
-    def fn(batch: RolloutBatch) -> Signal:
-        known_BT = batch.views[view].valid_BT if view in batch.views else batch.mask_BT
-        return Signal(torch.zeros(known_BT.shape, dtype=batch.dtype, device=known_BT.device), known_BT)
+    def apply(credit: Credit, batch: RolloutBatch, state: State) -> tuple[Credit, State]:
+        known_BT = batch.views[view].valid_BT & batch.mask_BT if view in batch.views else batch.mask_BT
+        credit = replace(credit, known_BT=credit.known_BT | known_BT, gate_BT=credit.known_BT | known_BT)
+        return credit.noting("known/share", known_BT.sum(), batch.mask_BT.sum()), state
 
-    return signal("known", fn, needs=[])
+    return Step("known", Phase.SIGNAL, Phase.SIGNAL, init=dict, apply=apply)
