@@ -1,0 +1,387 @@
+"""Runs an experiment in this process: every method of the file from the same start, tracked, evaluated and compared."""
+
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import transformers
+from datasets import Dataset
+from rich.console import Console
+
+from hybrid.config import TINY, ExperimentConfig, resolved_yaml
+from hybrid.errors import ConfigError, DataError
+from hybrid.evaluate import Evaluation, Sampling, evaluate
+from hybrid.methods import MethodConfig
+from hybrid.progress import Bars
+from hybrid.rewards import build_rewards
+from hybrid.sources import held_out_prompts, model_folder, training_prompts
+from hybrid.stopping import Stop
+from hybrid.summary_table import Outcome, print_outcomes
+from hybrid.teaching import teacher_of
+from hybrid.tracking import Tracker
+from hybrid.trainer import HybridTrainer
+from hybrid.training_args import training_args
+from hybrid.watching import Recorder, Watch
+
+RESULT_FILE = "result.json"
+"""Marks a training of an experiment as done; a resumed experiment passes it over."""
+
+START = ""
+"""Label of the evaluation before any training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the trainings of one experiment share."""
+
+    config: ExperimentConfig
+    folder: Path
+    student: str
+    prompts: Dataset
+    held_out: Dataset | None
+    rewards: Sequence[Any]
+    teacher: Any
+    parent: Tracker
+    bars: Bars
+    stop: Stop
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+
+
+def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | None = None) -> int:
+    """Trains every method of an experiment and compares them.
+
+    Args:
+      config: the experiment, checked.
+      source: its file, for messages.
+      resume: "latest", or the folder of an earlier start of the same experiment.
+
+    Returns:
+      The exit code: 0, 130 after ctrl-C, 143 after SIGTERM.
+
+    Raises:
+      HybridError, TeacherError: what the experiment needs is missing or wrong; the message says what to do.
+    """
+    quiet()
+    if config.student.model.startswith(TINY):
+        torch.set_num_threads(1)  # tiny matrices: more threads cost more than they bring
+    console = Console()
+    folder = run_folder(config, resume)
+    with Bars(console) as bars, Stop(bars.say) as stop:
+        bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
+        student = model_folder(config.student.model, "student", bars.advance)
+        prompts, held_out = training_prompts(config), held_out_prompts(config)
+        rewards = build_rewards(config.rewards) if config.rewards else []
+        (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+        with (
+            teacher_of(
+                config.teacher, temperature=config.train.temperature, folder=folder, progress=bars.advance
+            ) as teacher,
+            open_parent(config, folder) as parent,
+        ):
+            setting = Setting(
+                config=config,
+                folder=folder,
+                student=student,
+                prompts=prompts,
+                held_out=held_out,
+                rewards=rewards,
+                teacher=teacher,
+                parent=parent,
+                bars=bars,
+                stop=stop,
+            )  # fmt: skip
+            outcomes = []
+            for label in config.methods:
+                outcomes.append(train_method(setting, label, resuming=resume is not None))
+                if stop.received is not None:
+                    break
+            report = None
+            if stop.received is None:
+                report = write_comparison(setting)
+    print_outcomes(console, outcomes, report)
+    console.print(closing(config, source, folder, stop), highlight=False)
+    return stop.exit_code
+
+
+def quiet() -> None:
+    """No telemetry, no second progress bar, no advice of libraries between our lines."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def run_folder(config: ExperimentConfig, resume: str | None) -> Path:
+    """The folder of this start: a new one named by the time, or the one to go on with.
+
+    Raises:
+      ConfigError: there is nothing to resume.
+      DataError: the folder cannot be written.
+    """
+    root = Path(config.tracking.folder) / config.name
+    if resume == "latest":
+        starts = sorted(p for p in root.glob("*") if (p / "experiment.yaml").is_file())
+        if not starts:
+            raise ConfigError(f"there is no earlier start of {config.name} in {root}; run without --resume")
+        return starts[-1]
+    if resume is not None:
+        if not (Path(resume) / "experiment.yaml").is_file():
+            raise ConfigError(f"{resume} is no folder of an earlier start (it has no experiment.yaml)")
+        return Path(resume)
+    folder = root / datetime.now().strftime("%Y%m%d-%H%M%S")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        folder = Path(f"{folder}-{os.getpid()}")
+        folder.mkdir()
+    except OSError as error:
+        raise DataError(f"{folder} cannot be made ({error.strerror}); set tracking.folder to one that can") from error
+    return folder
+
+
+def open_parent(config: ExperimentConfig, folder: Path) -> Tracker:
+    """The MLflow run that the trainings stand under."""
+    tracking = config.tracking
+    tags = {**tracking.tags, "hybrid.kind": "parent"}
+    if tracking.note:
+        tags["mlflow.note.content"] = tracking.note
+    return Tracker.open(
+        uri=tracking.uri,
+        experiment=tracking.experiment or config.name,
+        run_name=f"{config.name} {folder.name}",
+        folder=folder / "tracking",
+        tags=tags,
+        runs_dir=Path(tracking.folder),
+        run_id=saved(folder / "mlflow_run"),
+    )
+
+
+def saved(path: Path) -> str | None:
+    """A run's identifier written by an earlier start; None where there is none."""
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def open_child(setting: Setting, label: str, folder: Path) -> Tracker:
+    """The MLflow run of one training: a new one, or the one that is gone on with."""
+    config = setting.config
+    (setting.folder / "mlflow_run").write_text(setting.parent.run_id, encoding="utf-8")
+    tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": label, "hybrid.seed": str(config.seed)}
+    tags["hybrid.task"] = task_name(config)
+    tracker = Tracker.open(
+        uri=config.tracking.uri,
+        experiment=config.tracking.experiment or config.name,
+        run_name=f"{label} seed {config.seed}",
+        folder=folder / "tracking",
+        tags=tags,
+        runs_dir=Path(config.tracking.folder),
+        parent_run_id=setting.parent.run_id,
+        run_id=saved(folder / "mlflow_run"),
+    )
+    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    own = config.for_method(label)
+    tracker.params(own.model_dump(mode="json", by_alias=True, exclude={"tracking", "compare"}))
+    tracker.artifact_text("experiment.yaml", resolved_yaml(own))
+    tracker.environment()
+    return tracker
+
+
+def task_name(config: ExperimentConfig) -> str:
+    """A short name of the prompts: the word after `tiny:`, the reasoning-gym task, or the source."""
+    source = config.data.source
+    return source.removeprefix(TINY) if isinstance(source, str) else source.task
+
+
+def train_method(setting: Setting, label: str, *, resuming: bool) -> Outcome:
+    """Trains the student by one method, from the start or from its last checkpoint."""
+    config, method = setting.config.for_method(label), setting.config.methods[label]
+    folder = setting.folder / label
+    folder.mkdir(exist_ok=True)
+    if (done := folder / RESULT_FILE).is_file():
+        return Outcome(**orjson.loads(done.read_bytes()))
+    with open_child(setting, label, folder) as tracker:
+        model, tokenizer = load_student(config, setting.student)
+        measure = evaluator(setting, label, model, tokenizer)
+        before = start_accuracy(setting, model, tokenizer)
+        watch = Watch(
+            tracker=tracker,
+            bars=setting.bars,
+            label=label,
+            responses_per_step=config.train.prompts_per_step * config.train.generations,
+            evaluate=measure,
+            every=config.evaluate.every if config.evaluate else 0,
+            before=before,
+        )
+        trainer = build_trainer(setting, config, method, model, tokenizer, folder, tracker, watch)
+        began = time.perf_counter()
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resuming else None)
+        seconds = time.perf_counter() - began
+        if setting.stop.received is not None:
+            tracker.close("KILLED")
+            return outcome_of(setting, label, trainer.state.global_step, seconds)
+        watch.measure(trainer.state.global_step)
+        trainer.save_model(str(folder / "model"))
+        tokenizer.save_pretrained(str(folder / "model"))
+        if config.tracking.record_rollouts:
+            tracker.artifact_file(folder / "rollouts.jsonl")
+    outcome = outcome_of(setting, label, trainer.state.global_step, seconds)
+    done.write_bytes(orjson.dumps(outcome.__dict__))
+    return outcome
+
+
+def outcome_of(setting: Setting, label: str, steps: int, seconds: float) -> Outcome:
+    """What a training came to: its start and its last evaluation."""
+    before, after = setting.evaluations.get(START), setting.evaluations.get(label)
+    return Outcome(
+        method=label,
+        steps=steps,
+        seconds=seconds,
+        before=before.metrics() if before else {},
+        after=after.metrics() if after else {},
+        intervals_before=before.intervals() if before else {},
+        intervals_after=after.intervals() if after else {},
+    )
+
+
+def build_trainer(
+    setting: Setting, config: ExperimentConfig, method: MethodConfig, model: Any, tokenizer: Any, folder: Path,
+    tracker: Tracker, watch: Watch,
+) -> HybridTrainer:  # fmt: skip
+    """The trainer of one method with everything that watches it."""
+    path = folder / "rollouts.jsonl" if config.tracking.record_rollouts else None
+    recorder = Recorder(
+        path=path,
+        tracker=tracker,
+        tokenizer=tokenizer,
+        table_every=config.tracking.completions_every,
+        tell=setting.bars.say,
+    )
+    args = training_args(config, method, folder, reward_weights=[reward.weight for reward in setting.rewards])
+    lora = config.student.lora
+    peft = None
+    if lora is not None:
+        from peft import LoraConfig
+
+        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+        peft = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
+    trainer = HybridTrainer(
+        model,
+        method=method,
+        teacher=setting.teacher,
+        reward_funcs=list(setting.rewards) or None,
+        args=args,
+        train_dataset=setting.prompts,
+        processing_class=tokenizer,
+        peft_config=peft,
+        callbacks=[watch, setting.stop],
+        watch=recorder,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:
+    """The student's weights and tokenizer, the same for every method of an experiment.
+
+    Raises:
+      DataError: there is no model.
+    """
+    transformers.set_seed(config.seed)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+        dtype = config.student.dtype if config.student.dtype == "auto" else getattr(torch, config.student.dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except OSError as error:
+        raise DataError(f"student.model: no model could be loaded from {folder!r}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device), tokenizer
+
+
+def evaluator(setting: Setting, label: str, model: Any, tokenizer: Any) -> Any:
+    """A function that measures the present student on the held-out prompts; None where there are none."""
+    if setting.held_out is None or setting.config.evaluate is None:
+        return None
+
+    def measure() -> Mapping[str, float]:
+        setting.evaluations[label] = run_evaluation(setting, model, tokenizer)
+        return setting.evaluations[label].metrics()
+
+    return measure
+
+
+def run_evaluation(setting: Setting, model: Any, tokenizer: Any) -> Evaluation:
+    """One evaluation with its bar."""
+    config, wanted = setting.config, setting.config.evaluate
+    assert wanted is not None
+    assert setting.held_out is not None
+    sampling = Sampling(
+        samples=wanted.samples,
+        max_completion_length=wanted.max_completion_length or config.train.max_completion_length,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        batch_size=wanted.batch_size,
+        seed=config.seed,
+        success_at=wanted.success_at,
+    )
+    return evaluate(
+        model,
+        tokenizer,
+        setting.held_out,
+        setting.rewards,
+        sampling,
+        chat_template_kwargs=config.student.chat_template_kwargs,
+        report=setting.bars.part("evaluation"),
+    )
+
+
+def start_accuracy(setting: Setting, model: Any, tokenizer: Any) -> Mapping[str, float]:
+    """Held-out metrics of the start, measured once: every method has the same."""
+    if setting.held_out is None:
+        return {}
+    if START not in setting.evaluations:
+        setting.evaluations[START] = run_evaluation(setting, model, tokenizer)
+    return setting.evaluations[START].metrics()
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint of a training; None for a start from the beginning."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[-1]))
+    return str(found[-1]) if found else None
+
+
+def write_comparison(setting: Setting) -> Path | None:
+    """The HTML report of this start's trainings, also an artifact of the parent run; None without evaluations."""
+    from hybrid.compare.load import load_runs
+    from hybrid.compare.report import write_report
+
+    config = setting.config
+    if setting.held_out is None:
+        return None
+    runs = load_runs(
+        uri=setting.parent.uri,
+        experiment=config.tracking.experiment or config.name,
+        parent_run_id=setting.parent.run_id,
+    )
+    labels = list(config.methods)
+    baseline = next((label for label in labels if label == "grpo"), labels[-1])
+    path = write_report(runs, setting.folder / "report.html", title=config.name, baseline=baseline)
+    setting.parent.artifact_file(path)
+    return path
+
+
+def closing(config: ExperimentConfig, source: Path, folder: Path, stop: Stop) -> str:
+    """The last line: how to look at the runs, or how to go on."""
+    if stop.received is not None:
+        return f"stopped with a checkpoint; go on with: hybrid train {source} --resume {folder}"
+    where = f" --uri {config.tracking.uri}" if config.tracking.uri else f" --folder {config.tracking.folder}"
+    return f"MLflow: hybrid ui{where}"

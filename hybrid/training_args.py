@@ -1,0 +1,58 @@
+"""An experiment's settings as TRL's training arguments."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid.config import ExperimentConfig
+from hybrid.methods import MethodConfig
+from hybrid.trainer import HybridConfig
+
+
+def training_args(
+    config: ExperimentConfig, method: MethodConfig, folder: Path, *, reward_weights: Sequence[float]
+) -> HybridConfig:
+    """The arguments of one training.
+
+    A step is one generation batch: prompts_per_step * generations responses over all processes, taken in micro-batches.
+    """
+    train, student = config.train, config.student
+    processes = config.engine.processes or 1
+    per_process = train.prompts_per_step * train.generations // processes
+    micro = train.micro_batch or per_process
+    on_gpu = torch.cuda.is_available()
+    bf16 = on_gpu if config.engine.bf16 is None else config.engine.bf16
+    every = train.save_every or train.steps
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": train.steps,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": math.ceil(per_process / micro),
+        "num_generations": train.generations,
+        "num_iterations": train.iterations,
+        "max_completion_length": train.max_completion_length,
+        "temperature": train.temperature,
+        "top_p": train.top_p,
+        "learning_rate": student.lr,
+        "lr_scheduler_type": student.scheduler,
+        "warmup_steps": student.warmup_steps,
+        "weight_decay": student.weight_decay,
+        "max_grad_norm": student.max_grad_norm,
+        "gradient_checkpointing": student.gradient_checkpointing,
+        "chat_template_kwargs": dict(student.chat_template_kwargs),
+        "save_strategy": "steps",
+        "save_steps": every,
+        "save_total_limit": train.save_keep,
+        "logging_steps": 1,
+        "logging_first_step": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "seed": config.seed,
+        "use_cpu": not on_gpu,
+        "bf16": bf16,
+        "reward_weights": list(reward_weights) or None,
+    }
+    return HybridConfig(**(settings | dict(train.trl)))
