@@ -173,7 +173,7 @@ MALFORMED = {
     ),
     "uneven support": (
         line(scores={"teacher": {"top_ids": [[1], [1, 2], []], "top_logprobs": [[-1.0], [-1.0], []]}}),
-        "line 2 (response p1/1): scores.some(teacher.top_logprobs)[1] has 1 entries for 2 top_ids",
+        "line 2 (response p1/1): scores.teacher.top_logprobs[1] has 1 entries for 2 top_ids",
     ),
     "half a support": (
         line(scores={"teacher": {"top_ids": [[1], [1], [1]]}}),
@@ -192,7 +192,7 @@ MALFORMED = {
     ),
     "infinite support": (
         line(scores={"teacher": {"top_ids": [[1], [1], [1]], "top_logprobs": [[-1], [-math.inf], [-1]]}}),
-        "scores.some(teacher.top_logprobs)[1][0] is not a finite number",
+        "scores.teacher.top_logprobs[1][0] is not a finite number",
     ),
     "too large": ('{"prompt_id": "p1", "token_ids": [1], "kl": [1e999]}', "kl[0] is not a finite number"),
     "null number": (line(entropies=[0.1, None, 0.2]), "entropies[1]: input should be a valid number; got None"),
