@@ -7,7 +7,7 @@ batch of its own rows. Contexts that need siblings see the rows of every process
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -59,12 +59,8 @@ class ContextPrompt:
     images: tuple[Any, ...] | None = None
 
 
-class Context(Protocol):
-    """Builds the prompts of one view: own rows in, one prompt per row out; None is: this row has no such view."""
-
-    def __call__(self, own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
-        """The prompts of the own rows."""
-        ...
+Context = Callable[[Sequence[Rollout], Sequence[Rollout]], Sequence[ContextPrompt | None]]
+"""Builds the prompts of one view from own rows and everyone's; one per own row, None for a row without such a view."""
 
 
 def unchanged(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:

@@ -1,0 +1,176 @@
+"""The real trainer on tiny random models: what it trains equals what the objective says, and its promises hold."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from hybrid.errors import ConfigError, MissingMeasurement
+from hybrid.generation import StepWatch
+from hybrid.methods import method_of
+from hybrid.trainer import HybridConfig, HybridTrainer
+from teachers.local import LocalTeacher
+from teachers.protocol import SAMPLED
+from tests.tiny_models import coin, model, prompts, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+def train(
+    tmp_path, method, *, teacher=True, rewards=(coin,), steps=3, seed=3, student=0, watch=None, peft=None, **settings
+):
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2, **settings}
+    args = HybridConfig(
+        output_dir=str(tmp_path),
+        max_steps=steps,
+        max_completion_length=8,
+        logging_steps=1,
+        seed=seed,
+        disable_tqdm=True,
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        **settings,
+    )
+    trainer = HybridTrainer(
+        model(student),
+        method=method,
+        teacher=LocalTeacher(model(1), tokenizer()) if teacher is True else teacher,
+        reward_funcs=list(rewards) or None,
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        watch=watch,
+        peft_config=peft,
+    )
+    trainer.train()
+    return trainer
+
+
+def history(trainer, *names):
+    return [tuple(entry[name] for name in names) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_two_runs_of_one_seed_are_identical(tmp_path):
+    first = history(train(tmp_path / "a", "opdvr"), "loss", "grad_norm", "gap/mean")
+    second = history(train(tmp_path / "b", "opdvr"), "loss", "grad_norm", "gap/mean")
+    assert first == second
+
+
+def test_the_logged_loss_is_the_sum_of_the_logged_terms(tmp_path):
+    method = {
+        "name": "mix",
+        "parts": [{"method": {"name": "grpo"}}, {"weight": 0.5, "method": {"name": "opd", "estimator": "reverse_kl"}}],
+    }
+    for loss, policy, kl, sft in history(
+        train(tmp_path, method_of(method)), "loss", "loss/policy", "loss/kl", "loss/sft"
+    ):
+        assert loss == pytest.approx(policy + kl + sft, rel=1e-4, abs=1e-6)
+        assert kl > 0
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_changes_nothing(tmp_path, accumulation):
+    """Credit and denominators belong to the generation batch, so splitting it leaves loss and gradient alone."""
+    for method in ("opdvr", "opd", {"name": "opd", "estimator": "reverse_kl", "reduction": "response_mean"}):
+        whole = history(train(tmp_path / "whole", method_of(method), steps=1), "loss", "grad_norm")
+        split = history(
+            train(
+                tmp_path / "split",
+                method_of(method),
+                steps=1,
+                per_device_train_batch_size=8 // accumulation,
+                gradient_accumulation_steps=accumulation,
+            ),
+            "loss",
+            "grad_norm",
+        )
+        assert split[0] == pytest.approx(whole[0], rel=2e-4)
+
+
+def test_teacher_equal_to_student_gives_no_distillation(tmp_path):
+    teacher = LocalTeacher(model(0), tokenizer())
+    for loss, gap in history(train(tmp_path, "opd", teacher=teacher, steps=1), "loss", "gap/mean"):
+        assert loss == pytest.approx(0, abs=1e-6)
+        assert gap == pytest.approx(0, abs=1e-6)
+
+
+def test_one_generation_per_prompt(tmp_path):
+    trainer = train(tmp_path, "opdvr", num_generations=1)
+    assert all(entry["kept/outcome_agrees"] > 0 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_lora_trains_adapters_alone(tmp_path):
+    peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = train(tmp_path, "opd", peft=peft, steps=2)
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora" in name for name in trained)
+    base = model(0).state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(trainer.model.get_base_model().model.embed_tokens.weight, base)
+
+
+def test_reuse_of_rollouts_clips_ratios(tmp_path):
+    trainer = train(tmp_path, "opdvr", steps=4, num_iterations=2, learning_rate=0.05)
+    losses = history(trainer, "loss")
+    assert len(losses) == 4
+
+
+def test_an_unscored_response_keeps_its_distillation_term(tmp_path):
+    seen: list[StepWatch] = []
+
+    def half(completions, completion_ids, **columns):
+        return [None if row % 4 == 0 else float(row % 2) for row in range(len(completions))]
+
+    method = method_of({"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]})
+    train(tmp_path, method, rewards=(half,), steps=1, watch=seen.append)
+    grpo, opd = seen[0].assignment.terms
+    assert seen[0].batch.reward_B.isnan().tolist() == [True, False, False, False] * 2
+    assert (grpo.value_BT[0] == 0).all()
+    assert (opd.value_BT[0] != 0).any()
+
+
+def test_a_failed_teacher_row_keeps_its_reward_term_and_leaves_the_denominator(tmp_path):
+    class Forgetful(LocalTeacher):
+        """Cannot score the first row: a fault that a local model never shows by itself."""
+
+        def score(self, rows, want=SAMPLED):
+            from dataclasses import replace
+
+            scores = super().score(rows, want)
+            valid = scores.valid_BT.clone()
+            valid[0] = False
+            return replace(scores, valid_BT=valid, failures={0: "server said no"})
+
+    seen: list[StepWatch] = []
+    method = method_of({"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]})
+    trainer = train(tmp_path, method, teacher=Forgetful(model(1), tokenizer()), steps=1, watch=seen.append)
+    grpo, opd = seen[0].assignment.terms
+    mask = seen[0].batch.mask_BT
+    assert (opd.value_BT[0] == 0).all()
+    assert opd.share_BT[1:].sum() == pytest.approx(1.0)
+    assert (grpo.share_BT[0] > 0).sum() == mask[0].sum()
+    assert history(trainer, "teacher/failed_rows") == [(1.0,)]
+
+
+def test_what_a_run_cannot_measure_is_refused_before_it_starts(tmp_path):
+    with pytest.raises(MissingMeasurement, match=r"needs scores\.teacher"):
+        train(tmp_path, "opd", teacher=None)
+    with pytest.raises(MissingMeasurement, match="needs reward"):
+        train(tmp_path, "opdvr", rewards=())
+    with pytest.raises(ConfigError, match="did you mean opdvr"):
+        train(tmp_path, "opdvrr")
+    with pytest.raises(ConfigError, match="num_generations is 1"):
+        train(tmp_path, "grpo", num_generations=1)
+    with pytest.raises(ConfigError, match="loss_type 'grpo'"):
+        method = {"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]}
+        train(tmp_path, method_of(method), loss_type="grpo")
+
+
+def test_a_method_without_reward_needs_no_reward_function(tmp_path):
+    assert history(train(tmp_path, "opd", rewards=()), "loss")
