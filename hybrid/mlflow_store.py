@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _METRICS_PER_CALL = 1000  # MLflow's own limits per log_batch call
 _ENTRIES_PER_CALL = 100
+_LONGEST_TABLE_LIST = 4000  # MLflow lists a run's tables in one tag, and cannot read it any more once that is cut
 _SETTINGS = {  # MLflow otherwise tries for minutes, and draws its bars into ours; what the user has set stays
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -220,10 +221,16 @@ class Sender:
 
     def _table(self, file: Path, name: str) -> None:
         import pandas as pd
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
         # of objects, for mlflow asks pandas for object columns in a way that pandas 3 deprecates for text columns
         rows = pd.DataFrame(json.loads(file.read_text(encoding="utf-8")), dtype=object)
-        self._client.log_table(self._run_id, rows, name)
+        known = self._client.get_run(self._run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "")
+        if len(known) < _LONGEST_TABLE_LIST or json.dumps(name) in known:
+            self._client.log_table(self._run_id, rows, name)
+        else:
+            text = rows.to_json(orient="split", index=False)
+            self._client.log_text(self._run_id, text or "", name)
         shutil.rmtree(file.parent)
 
     def _tags(self, values: Mapping[str, str]) -> None:

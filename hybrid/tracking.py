@@ -31,7 +31,6 @@ BUFFER_NAME = "mlflow_buffer.jsonl"
 MAX_PARAM_CHARS = 500  # old servers refuse more; new ones cut at 6000
 MAX_TAG_CHARS = 5000
 MAX_NAME_CHARS = 200  # MLflow's 250, less room for our prefixes
-_ROWS_PER_TABLE = 2000
 
 
 class Tracker:
@@ -51,7 +50,6 @@ class Tracker:
         self.run_id = run_id
         self.folder = folder
         self._names: dict[str, str] = {}
-        self._num_rows: dict[str, int] = {}
         self._num_files = 0
         self._closed = False
         self._delivery = Delivery(
@@ -192,15 +190,16 @@ class Tracker:
         self._put("artifact", {"file": str(path.resolve()), "folder": folder, "spooled": False})
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends rows to the MLflow table `name` (`.json` is added; a new file is begun every 2000 rows)."""
+        """Appends rows to the MLflow table `name`, to which `.json` is added where it is not there.
+
+        A table is rewritten whole whenever it grows: a long run gives every few steps a name of their own.
+        """
         if not rows:
             return
         columns = list(dict.fromkeys(key for row in rows for key in row))
         data = {readable(key): [_json_value(row.get(key)) for row in rows] for key in columns}
-        part = self._num_rows.get(name, 0) // _ROWS_PER_TABLE
-        self._num_rows[name] = self._num_rows.get(name, 0) + len(rows)
-        file = self._spool(f"{_file_name(name)}.json", json.dumps(data))
-        self._put("table", {"file": str(file), "name": f"{name}.json" if part == 0 else f"{name}-{part + 1}.json"})
+        plain = permitted_name(name.removesuffix(".json"))
+        self._put("table", {"file": str(self._spool("table.json", json.dumps(data))), "name": f"{plain}.json"})
 
     def environment(self) -> None:
         """Keeps versions, machine and git state as `environment.json`, and the commit as tags."""

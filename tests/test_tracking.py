@@ -207,6 +207,19 @@ def test_tables_keep_what_a_model_can_say(open_tracker, monkeypatch):
     assert tracker.num_refused == 0
 
 
+def test_a_long_run_may_have_more_tables_than_mlflow_can_list(open_tracker, tmp_path):
+    with open_tracker() as tracker:
+        for step in range(90):
+            tracker.table(f"completions/step_{step:06d}.json", [{"step": step, "completion": "é"}])
+        tracker.table("completions/step_000003.json", [{"step": 3, "completion": "later"}])
+    listed = json.loads(stored(tracker).data.tags["mlflow.loggedArtifacts"])
+    assert 50 < len(listed) < 90
+    for step, rows in [(3, [[3, "é"], [3, "later"]]), (89, [[89, "é"]])]:
+        table = json.loads(artifact(tracker, f"completions/step_{step:06d}.json", tmp_path).read_text())
+        assert table == {"columns": ["step", "completion"], "data": rows}
+    assert tracker.num_refused == 0
+
+
 def test_text_of_every_kind_is_kept(open_tracker, tmp_path):
     notes = tmp_path / "notes.md"
     notes.write_text("# notes")
@@ -283,19 +296,22 @@ def mlflow_server(folder, port):
         [*command, *stores], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=settings
     )
     try:
-        for _ in range(600):
+        for _ in range(1500):
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
             except OSError:
                 assert server.poll() is None, "mlflow server did not start"
                 time.sleep(0.1)
+        else:
+            pytest.fail("mlflow server does not answer")
         yield
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
+@pytest.mark.processes
 def test_a_lost_server_never_stops_a_run_and_gets_everything_when_it_is_back(runs_dir, tmp_path):
     open_client(default_uri(runs_dir))  # the tables are there already when the server starts
     port = free_port()

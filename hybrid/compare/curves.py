@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Num
 from numpy import ndarray
 from scipy import stats
 
@@ -62,8 +62,8 @@ class CostToTarget:
 
 
 def area_under_curve(
-    cost_N: Float[ndarray, " N"] | Sequence[float],
-    value_N: Float[ndarray, " N"] | Sequence[float],
+    cost_N: Num[ndarray, " N"] | Sequence[float],
+    value_N: Num[ndarray, " N"] | Sequence[float],
     *,
     until: float | None = None,
 ) -> CurveArea:
@@ -78,6 +78,8 @@ def area_under_curve(
       ValueError: the costs do not increase.
     """
     cost_N, value_N = _curve(cost_N, value_N)
+    if bool((np.diff(cost_N) == 0).any()):
+        raise ValueError("the costs of a curve must increase strictly to have an area under it")
     finite_N = np.isfinite(value_N)
     inside_N = cost_N <= (math.inf if until is None else until)
     num_points, num_failed = int((finite_N & inside_N).sum()), int((~finite_N & inside_N).sum())
@@ -92,12 +94,12 @@ def area_under_curve(
 
 
 def first_at_target(
-    cost_N: Float[ndarray, " N"] | Sequence[float], value_N: Float[ndarray, " N"] | Sequence[float], target: float
+    cost_N: Num[ndarray, " N"] | Sequence[float], value_N: Num[ndarray, " N"] | Sequence[float], target: float
 ) -> Crossing:
     """Finds the first evaluation at or above the target; between two evaluations nothing is guessed.
 
     Raises:
-      ValueError: the costs do not increase.
+      ValueError: the costs decrease.
     """
     cost_N, value_N = _curve(cost_N, value_N)
     finite_N = np.isfinite(value_N)
@@ -153,6 +155,6 @@ def _first_at_half(cost_N: ndarray, survival_N: ndarray) -> float:
 
 def _curve(cost_N: object, value_N: object) -> tuple[ndarray, ndarray]:
     costs, values = np.asarray(cost_N, float), np.asarray(value_N, float)
-    if costs.shape != values.shape or bool((np.diff(costs) <= 0).any()):
-        raise ValueError("the costs of a curve must increase strictly, with one value each")
+    if costs.shape != values.shape or bool((np.diff(costs) < 0).any()):
+        raise ValueError("the costs of a curve must increase, with one value each")
     return costs, values

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Num
 from numpy import ndarray
 from scipy import special, stats
 
@@ -73,8 +73,8 @@ class PairedDifference:
 
 
 def pass_at_k(
-    num_samples: Float[ndarray, " P"] | Sequence[float], num_correct: Float[ndarray, " P"] | Sequence[float], k: int
-) -> Float[ndarray, " P"]:
+    num_samples: Num[ndarray, " P"] | Sequence[float], num_correct: Num[ndarray, " P"] | Sequence[float], k: int
+) -> Num[ndarray, " P"]:
     """The chance that at least one of k samples is right, without bias, from n >= k samples.
 
         pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{j<k} (1 - c / (n - j))
@@ -102,8 +102,8 @@ def pass_at_k(
 
 
 def avg_at_k(
-    num_samples: Float[ndarray, " P"] | Sequence[float], num_correct: Float[ndarray, " P"] | Sequence[float], k: int
-) -> Float[ndarray, " P"]:
+    num_samples: Num[ndarray, " P"] | Sequence[float], num_correct: Num[ndarray, " P"] | Sequence[float], k: int
+) -> Num[ndarray, " P"]:
     """The expected share of right answers among k samples, from n >= k samples: c / n, whatever k is.
 
     Args:
@@ -131,7 +131,7 @@ def _counts(num_samples: Any, num_correct: Any, k: int) -> tuple[ndarray, ndarra
 
 
 def mean_with_interval(
-    values: Float[ndarray, " S"] | Sequence[float], *, level: float = LEVEL, seed: int = 0
+    values: Num[ndarray, " S"] | Sequence[float], *, level: float = LEVEL, seed: int = 0
 ) -> Estimate:
     """The mean over runs with a bootstrap interval, bias-corrected and accelerated (BCa) where that is possible.
 
@@ -187,8 +187,8 @@ def _bootstrap_of_mean(values_S: ndarray, level: float, seed: int) -> tuple[floa
 
 
 def paired_difference(
-    method: Float[ndarray, " S"] | Sequence[float],
-    baseline: Float[ndarray, " S"] | Sequence[float],
+    method: Num[ndarray, " S"] | Sequence[float],
+    baseline: Num[ndarray, " S"] | Sequence[float],
     *,
     level: float = LEVEL,
     seed: int = 0,
@@ -227,7 +227,7 @@ def paired_difference(
     )
 
 
-def sign_flip_p_value(difference_S: Float[ndarray, " S"], *, seed: int = 0) -> float:
+def sign_flip_p_value(difference_S: Num[ndarray, " S"], *, seed: int = 0) -> float:
     """Two-sided p-value of "the differences are symmetrical around zero", by flipping their signs.
 
     All 2^S patterns are tried up to 16 pairs, 65 535 drawn ones above. The least it can be is 2^(1-S), so that five
@@ -260,7 +260,7 @@ def sign_flip_p_value(difference_S: Float[ndarray, " S"], *, seed: int = 0) -> f
     return float(found.pvalue)
 
 
-def holm(p_values: Float[ndarray, " M"] | Sequence[float]) -> Float[ndarray, " M"]:
+def holm(p_values: Num[ndarray, " M"] | Sequence[float]) -> Num[ndarray, " M"]:
     """P-values corrected so that the chance of any false claim among them stays below the level.
 
     Args:
@@ -280,7 +280,7 @@ def holm(p_values: Float[ndarray, " M"] | Sequence[float]) -> Float[ndarray, " M
     return corrected_M
 
 
-def cohens_dz(difference_S: Float[ndarray, " S"]) -> float:
+def cohens_dz(difference_S: Num[ndarray, " S"]) -> float:
     """Mean over standard deviation of paired differences; NaN below two pairs, infinite where all are equal and not 0.
 
     Reference:
@@ -308,7 +308,7 @@ def hedges_g(effect: float, num_pairs: int) -> float:
     return effect * math.exp(special.gammaln(freedom / 2) - special.gammaln((freedom - 1) / 2)) / math.sqrt(freedom / 2)
 
 
-def cliffs_delta(method_S: Float[ndarray, " S"], baseline_S: Float[ndarray, " S2"]) -> float:
+def cliffs_delta(method_S: Num[ndarray, " S"], baseline_S: Num[ndarray, " S2"]) -> float:
     """Share of all combinations in which the method is above minus share in which it is below; NaN where none are.
 
     Reference:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Num
 from numpy import ndarray
 from scipy import stats
 
@@ -16,7 +16,7 @@ from hybrid.compare.statistics import LEVEL, NUM_RESAMPLES, Estimate
 
 
 def interquartile_mean(
-    values_of_task: Mapping[str, Float[ndarray, " S"]],
+    values_of_task: Mapping[str, Num[ndarray, " _"]],
     *,
     level: float = LEVEL,
     num_resamples: int = NUM_RESAMPLES,
@@ -47,8 +47,8 @@ def interquartile_mean(
 
 
 def probability_of_improvement(
-    method_of_task: Mapping[str, Float[ndarray, " S"]],
-    baseline_of_task: Mapping[str, Float[ndarray, " S2"]],
+    method_of_task: Mapping[str, Num[ndarray, " _"]],
+    baseline_of_task: Mapping[str, Num[ndarray, " _"]],
     *,
     level: float = LEVEL,
     num_resamples: int = NUM_RESAMPLES,

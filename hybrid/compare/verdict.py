@@ -24,8 +24,8 @@ def verdict(
     alpha = 1 - found.mean.level
     failed = ""
     if found.num_failed:
-        num = found.num_failed + found.num_pairs
-        failed = f"; {found.num_failed} of {num} pairs failed and are in none of these numbers"
+        num, verb = found.num_failed + found.num_pairs, "is" if found.num_failed == 1 else "are"
+        failed = f"; {found.num_failed} of {num} pairs failed and {verb} in none of these numbers"
     if found.num_pairs == 0:
         return f"{method} and {baseline} cannot be compared: no pair of runs finished{failed}."
     points = f"{_points(mean.value)}"

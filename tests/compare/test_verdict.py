@@ -41,11 +41,11 @@ def test_too_few_seeds_can_show_nothing():
     assert say([0.9], [0.1]) == "nothing shown with one seed (opdvr minus grpo: 80 points)."
 
 
-@pytest.mark.parametrize("num_failed", [1, 6])
-def test_failed_runs_are_named_in_every_sentence(num_failed):
+@pytest.mark.parametrize(("num_failed", "verb"), [(1, "is"), (2, "are"), (6, "are")])
+def test_failed_runs_are_named_in_every_sentence(num_failed, verb):
     runs = [math.nan] * num_failed + [0.60, 0.62, 0.58, 0.61, 0.63, 0.60, 0.6][num_failed:]
     sentence = say(runs, [0.5] * 7)
-    assert f"{num_failed} of 7 pairs failed and are in none of these numbers" in sentence
+    assert f"{num_failed} of 7 pairs failed and {verb} in none of these numbers" in sentence
 
 
 def test_nothing_finished_is_no_comparison():
