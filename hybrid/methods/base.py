@@ -58,8 +58,8 @@ class MethodConfig(BaseModel, abc.ABC):
 class ClippedMethod(MethodConfig):
     """A method that trains PPO's clipped surrogate."""
 
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count.")
 
     def policy_loss(self) -> PolicyLoss:
         """The surrogate with these bounds."""

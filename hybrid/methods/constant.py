@@ -32,7 +32,7 @@ class Constant(ClippedMethod):
     }
 
     name: Literal["constant"] = "constant"
-    value: Number = Field(-0.1, description="The advantage, in nats; a number or a schedule.")
+    value: Number = Field(default=-0.1, description="The advantage, in nats; a number or a schedule.")
 
     @override
     def build(self) -> Objective:

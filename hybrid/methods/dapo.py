@@ -41,13 +41,19 @@ class Dapo(ClippedMethod):
     }
 
     name: Literal["dapo"] = "dapo"
-    clip_high: float = Field(0.28, ge=0, description="How far above 1 the ratio may count.")
-    eps: float = Field(1e-4, ge=0, description="Added to the standard deviation.")
-    max_length: int | None = Field(None, ge=1, description="Limit of the overlong rule; null leaves the rule out.")
-    overlong_buffer: int = Field(4096, ge=1, description="Length of the ramp before max_length.")
-    overlong_penalty: float = Field(1.0, ge=0, description="Size of the full punishment.")
-    drop_truncated: bool = Field(False, description="Responses at the length limit do not train (overlong filtering).")
-    dynamic_sampling: bool = Field(True, description="Groups of equal rewards leave the batch and its denominator.")
+    clip_high: float = Field(default=0.28, ge=0, description="How far above 1 the ratio may count.")
+    eps: float = Field(default=1e-4, ge=0, description="Added to the standard deviation.")
+    max_length: int | None = Field(
+        default=None, ge=1, description="Limit of the overlong rule; null leaves the rule out."
+    )
+    overlong_buffer: int = Field(default=4096, ge=1, description="Length of the ramp before max_length.")
+    overlong_penalty: float = Field(default=1.0, ge=0, description="Size of the full punishment.")
+    drop_truncated: bool = Field(
+        default=False, description="Responses at the length limit do not train (overlong filtering)."
+    )
+    dynamic_sampling: bool = Field(
+        default=True, description="Groups of equal rewards leave the batch and its denominator."
+    )
 
     @model_validator(mode="after")
     def _refuse_a_ramp_longer_than_the_limit(self) -> Self:

@@ -31,7 +31,9 @@ class DrGrpo(ClippedMethod):
 
     name: Literal["dr_grpo"] = "dr_grpo"
     max_length: int | None = Field(
-        None, ge=1, description="The constant L; null is the run's limit on response tokens (a record's longest)."
+        default=None,
+        ge=1,
+        description="The constant L; null is the run's limit on response tokens (a record's longest).",
     )
 
     @override

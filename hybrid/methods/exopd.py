@@ -34,9 +34,13 @@ class ExOpd(ClippedMethod):
     }
 
     name: Literal["exopd"] = "exopd"
-    lam: Number = Field(1.25, description="1 is plain distillation, above 1 extrapolates; a number or a schedule.")
-    positive_only: bool = Field(False, description="Extrapolate only where the teacher is likelier than the reference.")
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on |A| in nats.")
+    lam: Number = Field(
+        default=1.25, description="1 is plain distillation, above 1 extrapolates; a number or a schedule."
+    )
+    positive_only: bool = Field(
+        default=False, description="Extrapolate only where the teacher is likelier than the reference."
+    )
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |A| in nats.")
 
     @override
     def build(self) -> Objective:

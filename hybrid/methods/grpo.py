@@ -22,10 +22,12 @@ class Grpo(MethodConfig):
     min_generations: ClassVar[int] = 2
 
     name: Literal["grpo"] = "grpo"
-    scale: Scale = Field("group", description="Standard deviation to divide by: of the group, of the batch, or none.")
-    eps: float = Field(1e-4, ge=0, description="Added to the standard deviation (TRL's value).")
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
+    scale: Scale = Field(
+        default="group", description="Standard deviation to divide by: of the group, of the batch, or none."
+    )
+    eps: float = Field(default=1e-4, ge=0, description="Added to the standard deviation (TRL's value).")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count.")
 
     @override
     def build(self) -> Objective:

@@ -43,11 +43,13 @@ class GrpoOpd(ClippedMethod):
     }
 
     name: Literal["grpo_opd"] = "grpo_opd"
-    combine: Literal["advantages", "losses"] = Field("advantages", description="What is added up.")
-    coef: Number = Field(1.0, description="Weight of the teacher's part; a number or a schedule.")
-    scale: Scale = Field("group", description="Standard deviation that the reward is divided by, before the sum.")
-    eps: float = Field(1e-4, ge=0, description="Added to the standard deviation.")
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on |log pT - log pS| in nats.")
+    combine: Literal["advantages", "losses"] = Field(default="advantages", description="What is added up.")
+    coef: Number = Field(default=1.0, description="Weight of the teacher's part; a number or a schedule.")
+    scale: Scale = Field(
+        default="group", description="Standard deviation that the reward is divided by, before the sum."
+    )
+    eps: float = Field(default=1e-4, ge=0, description="Added to the standard deviation.")
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |log pT - log pS| in nats.")
 
     @override
     def build(self) -> Objective:

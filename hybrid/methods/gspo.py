@@ -33,9 +33,9 @@ class Gspo(ClippedMethod):
     }
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, ge=0, description="How far below 1 the response's ratio may count.")
-    clip_high: float = Field(4e-4, ge=0, description="How far above 1 the response's ratio may count.")
-    eps: float = Field(1e-4, ge=0, description="Added to the standard deviation.")
+    clip_low: float = Field(default=3e-4, ge=0, description="How far below 1 the response's ratio may count.")
+    clip_high: float = Field(default=4e-4, ge=0, description="How far above 1 the response's ratio may count.")
+    eps: float = Field(default=1e-4, ge=0, description="Added to the standard deviation.")
 
     @override
     def build(self) -> Objective:

@@ -47,27 +47,37 @@ class Kat(MethodConfig):
     }
 
     name: Literal["kat"] = "kat"
-    window: int = Field(64, ge=1, description="Tokens per window, W.")
-    patience: int = Field(4, ge=1, description="Low windows in a row that fire the trigger, C.")
-    eta: float = Field(0.3, ge=0, le=1, description="The threshold is the (1 - eta)-quantile of remembered minima.")
-    buffer: int = Field(4096, ge=1, description="Responses that are remembered.")
-    min_samples: int = Field(512, ge=0, description="Remembered responses before anything is cut.")
-    warmup_steps: int = Field(50, ge=0, description="Updates before anything is cut.")
-    n_exempt: int = Field(128, ge=0, description="No cut lies before this token (RECONSTRUCTED; also 0 or 256).")
+    window: int = Field(default=64, ge=1, description="Tokens per window, W.")
+    patience: int = Field(default=4, ge=1, description="Low windows in a row that fire the trigger, C.")
+    eta: float = Field(
+        default=0.3, ge=0, le=1, description="The threshold is the (1 - eta)-quantile of remembered minima."
+    )
+    buffer: int = Field(default=4096, ge=1, description="Responses that are remembered.")
+    min_samples: int = Field(default=512, ge=0, description="Remembered responses before anything is cut.")
+    warmup_steps: int = Field(default=50, ge=0, description="Updates before anything is cut.")
+    n_exempt: int = Field(
+        default=128, ge=0, description="No cut lies before this token (RECONSTRUCTED; also 0 or 256)."
+    )
     exempt_trigger: Literal["ignored", "deferred"] = Field(
-        "ignored",
+        default="ignored",
         description="A run that began within the exempt span is ignored until it ends, or cuts at the span's end if it "
         "lasts that long (RECONSTRUCTED).",
     )
-    stride: int = Field(1, ge=1, description="Tokens between windows: 1, or W for disjoint ones (RECONSTRUCTED).")
-    min_keep: int = Field(1, ge=0, description="Tokens that stay in any case; 0 lets a response drop out.")
-    reduction: Literal["kept_token_mean", "kept_response_mean"] = Field(
-        "kept_token_mean", description="Mean over kept tokens, or over responses of such means (RECONSTRUCTED)."
+    stride: int = Field(
+        default=1, ge=1, description="Tokens between windows: 1, or W for disjoint ones (RECONSTRUCTED)."
     )
-    top_k: int = Field(64, ge=0, description="Size of the support, with a tail bucket; 0 is the full vocabulary.")
-    support: Literal["student", "teacher", "union"] = Field("student", description="Whose top-k (RECONSTRUCTED).")
+    min_keep: int = Field(default=1, ge=0, description="Tokens that stay in any case; 0 lets a response drop out.")
+    reduction: Literal["kept_token_mean", "kept_response_mean"] = Field(
+        default="kept_token_mean", description="Mean over kept tokens, or over responses of such means (RECONSTRUCTED)."
+    )
+    top_k: int = Field(
+        default=64, ge=0, description="Size of the support, with a tail bucket; 0 is the full vocabulary."
+    )
+    support: Literal["student", "teacher", "union"] = Field(
+        default="student", description="Whose top-k (RECONSTRUCTED)."
+    )
     estimator: Estimator = Field(
-        "kl",
+        default="kl",
         description="d_t: the reverse KL; or k1 or k3 of the sampled token, with k2 as the loss: not the paper's "
         "method, and marked by the metric kl_trap/estimated.",
     )

@@ -39,15 +39,18 @@ class Kdrl(ClippedMethod):
 
     name: Literal["kdrl"] = "kdrl"
     beta: Number = Field(
-        Schedule(start=5e-3, end=1e-3, steps=80, shape="linear"),
+        default=Schedule(start=5e-3, end=1e-3, steps=80, shape="linear"),
         description="Weight of the k2 loss; a number or a schedule.",
     )
     mask: Literal["none", "wrong_responses", "all_wrong_groups"] = Field(
-        "none", description="Which responses the k2 loss sees: all, wrong ones, or those of groups without a right one."
+        default="none",
+        description="Which responses the k2 loss sees: all, wrong ones, or those of groups without a right one.",
     )
-    thr: float = Field(0.0, description="A reward above it is a right answer (for mask).")
-    scale: Scale = Field("group", description="Standard deviation to divide by: of the group, of the batch, or none.")
-    eps: float = Field(1e-4, ge=0, description="Added to the standard deviation.")
+    thr: float = Field(default=0.0, description="A reward above it is a right answer (for mask).")
+    scale: Scale = Field(
+        default="group", description="Standard deviation to divide by: of the group, of the batch, or none."
+    )
+    eps: float = Field(default=1e-4, ge=0, description="Added to the standard deviation.")
 
     @override
     def build(self) -> Objective:

@@ -65,7 +65,7 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    weight: Number = Field(1.0, description="Factor of the method's loss; a number or a schedule.")
+    weight: Number = Field(default=1.0, description="Factor of the method's loss; a number or a schedule.")
     method: Single = Field(description="The method and its settings.")
 
 

@@ -28,24 +28,24 @@ class Opd(MethodConfig):
     paper: ClassVar[str] = "GKD (arXiv 2306.13649); On-policy distillation, Thinking Machines (2025)"
 
     name: Literal["opd"] = "opd"
-    estimator: Estimator = Field("k1", description="How the divergence from the teacher is measured.")
+    estimator: Estimator = Field(default="k1", description="How the divergence from the teacher is measured.")
     use: Literal["reward", "loss"] | None = Field(
-        None, description="k1 is a reward, all others are losses; anything else is refused, with the reason."
+        default=None, description="k1 is a reward, all others are losses; anything else is refused, with the reason."
     )
     top_k: int = Field(
-        0, ge=0, description="Support: 0 is the sampled token (k1) or the full vocabulary (divergences)."
+        default=0, ge=0, description="Support: 0 is the sampled token (k1) or the full vocabulary (divergences)."
     )
     support: Literal["student", "teacher"] = Field(
-        "student", description="Whose top-k, for divergences with top_k > 0."
+        default="student", description="Whose top-k, for divergences with top_k > 0."
     )
     candidate_weight: CandidateWeight = Field(
-        "student_p", description="Weights of the candidates of k1 with top_k > 0."
+        default="student_p", description="Weights of the candidates of k1 with top_k > 0."
     )
-    beta: float = Field(0.5, gt=0, lt=1, description="The teacher's share in the mixture of jsd.")
-    temperature: float = Field(1.0, gt=0, description="At which the distributions are compared.")
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on |log pT - log pS| in nats, for k1.")
+    beta: float = Field(default=0.5, gt=0, lt=1, description="The teacher's share in the mixture of jsd.")
+    temperature: float = Field(default=1.0, gt=0, description="At which the distributions are compared.")
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |log pT - log pS| in nats, for k1.")
     reduction: Literal["token_mean", "response_mean"] = Field(
-        "token_mean", description="How token losses are averaged."
+        default="token_mean", description="How token losses are averaged."
     )
 
     @model_validator(mode="after")

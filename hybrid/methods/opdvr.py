@@ -30,20 +30,22 @@ class Opdvr(MethodConfig):
     paper: ClassVar[str] = "On-policy distillation with verifiable reward (arXiv 2608.24696)"
 
     name: Literal["opdvr"] = "opdvr"
-    thr: float = Field(0.0, description="A reward above it is a right answer.")
-    inverse: bool = Field(False, description="The ablation: keeps what outcome and teacher disagree on.")
+    thr: float = Field(default=0.0, description="A reward above it is a right answer.")
+    inverse: bool = Field(default=False, description="The ablation: keeps what outcome and teacher disagree on.")
     truncated: Truncated = Field(
-        "as_wrong", description="Responses at the length limit: judged, dropped, or plain OPD."
+        default="as_wrong", description="Responses at the length limit: judged, dropped, or plain OPD."
     )
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on |r| in nats; none in the paper.")
-    top_k: int = Field(0, ge=0, description="Size of the student's candidate support; 0 is the sampled token.")
-    candidate_weight: CandidateWeight = Field("student_p", description="Weights of the candidates in top-k mode.")
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |r| in nats; none in the paper.")
+    top_k: int = Field(default=0, ge=0, description="Size of the student's candidate support; 0 is the sampled token.")
+    candidate_weight: CandidateWeight = Field(
+        default="student_p", description="Weights of the candidates in top-k mode."
+    )
     reduction: Literal["token_mean", "token_sum", "response_mean"] = Field(
-        "token_mean", description="token_mean as the code, token_sum as the paper writes it."
+        default="token_mean", description="token_mean as the code, token_sum as the paper writes it."
     )
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
-    dual_clip: float | None = Field(3.0, gt=1, description="Bound on the ratio for negative advantages.")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count.")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Bound on the ratio for negative advantages.")
 
     @override
     def build(self) -> Objective:
@@ -78,9 +80,11 @@ class Grpd(Opdvr):
     min_generations: ClassVar[int] = 2
 
     name: Literal["grpd"] = "grpd"  # pyright: ignore[reportIncompatibleVariableOverride]
-    grpd_variant: Literal["code", "sign"] = Field("code", description="The authors' code, or the paper's formula.")
-    norm_by_std: bool = Field(False, description="Divide by the group's standard deviation (variant code).")
-    u: float = Field(0.0, ge=0, description="Added to |a|, so that uniform groups may train (variant code).")
+    grpd_variant: Literal["code", "sign"] = Field(
+        default="code", description="The authors' code, or the paper's formula."
+    )
+    norm_by_std: bool = Field(default=False, description="Divide by the group's standard deviation (variant code).")
+    u: float = Field(default=0.0, ge=0, description="Added to |a|, so that uniform groups may train (variant code).")
 
     @override
     def gates(self) -> tuple[Step, ...]:

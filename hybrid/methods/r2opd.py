@@ -36,16 +36,17 @@ class R2Opd(MethodConfig):
     }
 
     name: Literal["r2opd"] = "r2opd"
-    beta: float = Field(1e-3, ge=0, description="Sharpness; 0 is plain distillation, to infinity OPDVR's gate.")
-    eps: float = Field(1e-6, gt=0, description="Smallest scale nu in nats (RECONSTRUCTED).")
-    thr: float = Field(0.0, description="A reward above it is a right answer.")
+    beta: float = Field(default=1e-3, ge=0, description="Sharpness; 0 is plain distillation, to infinity OPDVR's gate.")
+    eps: float = Field(default=1e-6, gt=0, description="Smallest scale nu in nats (RECONSTRUCTED).")
+    thr: float = Field(default=0.0, description="A reward above it is a right answer.")
     truncated: Truncated = Field(
-        "vanilla_opd", description="Responses at the length limit: plain OPD, judged as wrong ones are, or dropped."
+        default="vanilla_opd",
+        description="Responses at the length limit: plain OPD, judged as wrong ones are, or dropped.",
     )
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on |r| in nats.")
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
-    dual_clip: float | None = Field(3.0, gt=1, description="Bound on the ratio for negative advantages.")
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |r| in nats.")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count.")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Bound on the ratio for negative advantages.")
 
     @override
     def build(self) -> Objective:

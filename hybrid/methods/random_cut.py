@@ -39,11 +39,13 @@ class RandomCut(MethodConfig):
     }
 
     name: Literal["random_cut"] = "random_cut"
-    keep_share: float = Field(0.45, gt=0, le=1, description="Mean share of a response's tokens to keep.")
-    seed: int = Field(0, description="Of the cuts.")
-    min_keep: int = Field(1, ge=0, description="Tokens that are kept whatever is drawn.")
-    top_k: int = Field(64, ge=0, description="Size of the support, with a tail bucket; 0 is the full vocabulary.")
-    support: Literal["student", "teacher"] = Field("student", description="Whose top-k.")
+    keep_share: float = Field(default=0.45, gt=0, le=1, description="Mean share of a response's tokens to keep.")
+    seed: int = Field(default=0, description="Of the cuts.")
+    min_keep: int = Field(default=1, ge=0, description="Tokens that are kept whatever is drawn.")
+    top_k: int = Field(
+        default=64, ge=0, description="Size of the support, with a tail bucket; 0 is the full vocabulary."
+    )
+    support: Literal["student", "teacher"] = Field(default="student", description="Whose top-k.")
 
     @override
     def build(self) -> Objective:

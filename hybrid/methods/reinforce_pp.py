@@ -33,9 +33,13 @@ class ReinforcePp(ClippedMethod):
     }
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    baseline: Literal["none", "group"] = Field("none", description="What is taken off the reward before whitening.")
-    over: Literal["tokens", "responses"] = Field("tokens", description="What the batch's mean and deviation count.")
-    eps: float = Field(1e-4, gt=0, description="Smallest deviation that is divided by.")
+    baseline: Literal["none", "group"] = Field(
+        default="none", description="What is taken off the reward before whitening."
+    )
+    over: Literal["tokens", "responses"] = Field(
+        default="tokens", description="What the batch's mean and deviation count."
+    )
+    eps: float = Field(default=1e-4, gt=0, description="Smallest deviation that is divided by.")
 
     @override
     def build(self) -> Objective:

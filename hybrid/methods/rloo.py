@@ -32,7 +32,7 @@ class Rloo(ClippedMethod):
 
     name: Literal["rloo"] = "rloo"
     reduction: Literal["token_sum", "token_mean"] = Field(
-        "token_sum", description="Sum over a response's tokens as the paper writes it, or mean over all tokens."
+        default="token_sum", description="Sum over a response's tokens as the paper writes it, or mean over all tokens."
     )
 
     @override

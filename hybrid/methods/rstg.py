@@ -52,27 +52,34 @@ class Rstg(MethodConfig):
     }
 
     name: Literal["rstg"] = "rstg"
-    scale: Scale = Field("group", description="Standard deviation that mixed groups are divided by.")
-    beta_init: float = Field(5e-3, ge=0, description="Weight of the guidance before the first update.")
-    delta: float = Field(5e-5, ge=0, description="How much it falls with each update.")
-    beta_min: float = Field(1e-3, ge=0, description="Below which it does not fall.")
-    k_percent: float = Field(50.0, gt=0, le=100, description="Share of tokens that are guided, k% (RECONSTRUCTED).")
+    scale: Scale = Field(default="group", description="Standard deviation that mixed groups are divided by.")
+    beta_init: float = Field(default=5e-3, ge=0, description="Weight of the guidance before the first update.")
+    delta: float = Field(default=5e-5, ge=0, description="How much it falls with each update.")
+    beta_min: float = Field(default=1e-3, ge=0, description="Below which it does not fall.")
+    k_percent: float = Field(
+        default=50.0, gt=0, le=100, description="Share of tokens that are guided, k% (RECONSTRUCTED)."
+    )
     scope: Literal["batch", "response"] = Field(
-        "batch", description="Among which tokens k% are picked (RECONSTRUCTED)."
+        default="batch", description="Among which tokens k% are picked (RECONSTRUCTED)."
     )
     entropy_percentile: float | None = Field(
-        98.0, gt=0, le=100, description="Higher entropies count as this percentile; null for none (RECONSTRUCTED)."
+        default=98.0,
+        gt=0,
+        le=100,
+        description="Higher entropies count as this percentile; null for none (RECONSTRUCTED).",
     )
     sft: Literal["prompt_mean", "pooled", "in_policy", "off"] = Field(
-        "prompt_mean",
+        default="prompt_mean",
         description="Likelihood of a teacher text per all-wrong prompt: mean of token means, one token mean with the "
         "responses, the same as a policy gradient with advantage 1, or none (RECONSTRUCTED).",
     )
-    fail_thr: float = Field(0.0, description="A group whose best reward is not above it, and all equal, failed.")
-    exclude_truncated: bool = Field(False, description="Truncated responses of failed groups are not guided.")
-    finished_only: bool = Field(False, description="Groups are judged by responses that are not truncated.")
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.2, ge=0, description="How far above 1 the ratio may count.")
+    fail_thr: float = Field(
+        default=0.0, description="A group whose best reward is not above it, and all equal, failed."
+    )
+    exclude_truncated: bool = Field(default=False, description="Truncated responses of failed groups are not guided.")
+    finished_only: bool = Field(default=False, description="Groups are judged by responses that are not truncated.")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count.")
 
     @override
     def build(self) -> Objective:

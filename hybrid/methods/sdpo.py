@@ -43,11 +43,13 @@ class Sdpo(ClippedMethod):
     }
 
     name: Literal["sdpo"] = "sdpo"
-    w: Number = Field(0.1, description="Weight of self-distillation, in [0, 1]; a number or a schedule.")
-    view: Literal["right", "teacher"] = Field("right", description="Whose scores the self-teacher's are.")
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on the gap in nats.")
-    scale: Scale = Field("group", description="Standard deviation to divide by: of the group, of the batch, or none.")
-    eps: float = Field(1e-4, ge=0, description="Added to the standard deviation.")
+    w: Number = Field(default=0.1, description="Weight of self-distillation, in [0, 1]; a number or a schedule.")
+    view: Literal["right", "teacher"] = Field(default="right", description="Whose scores the self-teacher's are.")
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on the gap in nats.")
+    scale: Scale = Field(
+        default="group", description="Standard deviation to divide by: of the group, of the batch, or none."
+    )
+    eps: float = Field(default=1e-4, ge=0, description="Added to the standard deviation.")
 
     @override
     def build(self) -> Objective:

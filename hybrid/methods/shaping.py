@@ -46,10 +46,14 @@ class Shaping(ClippedMethod):
     }
 
     name: Literal["shaping"] = "shaping"
-    estimator: Literal["group", "return_to_go"] = Field("group", description="What turns rewards into advantages.")
-    coef: Number = Field(1.0, description="Weight c of the teacher's part; a number or a schedule.")
-    scale: Scale = Field("none", description="Deviation that the task reward is divided by (return_to_go only).")
-    ratio_clip: float | None = Field(None, gt=0, description="Bound on |log pT - log pS| in nats.")
+    estimator: Literal["group", "return_to_go"] = Field(
+        default="group", description="What turns rewards into advantages."
+    )
+    coef: Number = Field(default=1.0, description="Weight c of the teacher's part; a number or a schedule.")
+    scale: Scale = Field(
+        default="none", description="Deviation that the task reward is divided by (return_to_go only)."
+    )
+    ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |log pT - log pS| in nats.")
 
     @model_validator(mode="after")
     def _refuse_to_rescale_the_teacher(self) -> Self:

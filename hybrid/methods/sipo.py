@@ -67,44 +67,54 @@ class Sipo(MethodConfig):
 
     name: Literal["sipo"] = "sipo"
     form: Literal["additive", "multiplicative"] = Field(
-        "additive", description="How the evidence enters the advantage."
+        default="additive", description="How the evidence enters the advantage."
     )
-    kappa: float = Field(0.5, ge=0, description="Factor of the clipped evidence (additive).")
-    eps: float = Field(0.2, gt=0, lt=1, description="Bound on the evidence in nats, or on the factor's way from 1.")
+    kappa: float = Field(default=0.5, ge=0, description="Factor of the clipped evidence (additive).")
+    eps: float = Field(
+        default=0.2, gt=0, lt=1, description="Bound on the evidence in nats, or on the factor's way from 1."
+    )
     evidence: EvidenceKind = Field(
-        "contrast",
+        default="contrast",
         description="Right against wrong context, or right context against the student (multiplicative only).",
     )
     baseline: EvidenceBaseline = Field(
-        "none", description="Takes the evidence's running mean among tokens of like student confidence off it."
+        default="none", description="Takes the evidence's running mean among tokens of like student confidence off it."
     )
     negative_only: bool = Field(
-        False, description="Evidence only where A_r <= 0 (additive) or A_r < 0 (multiplicative)."
+        default=False, description="Evidence only where A_r <= 0 (additive) or A_r < 0 (multiplicative)."
     )
-    lam: float = Field(0.5, ge=0, le=1, description="Share of the advantage that evidence may move (multiplicative).")
-    lam_steps: int = Field(50, ge=1, description="lam * max(0, 1 - k / lam_steps) before update k.")
+    lam: float = Field(
+        default=0.5, ge=0, le=1, description="Share of the advantage that evidence may move (multiplicative)."
+    )
+    lam_steps: int = Field(default=50, ge=1, description="lam * max(0, 1 - k / lam_steps) before update k.")
     all_wrong_kappa: float = Field(
-        0.0, ge=0, description="Adds kappa * clip(e) on all-wrong groups (multiplicative only; 0 is off)."
+        default=0.0, ge=0, description="Adds kappa * clip(e) on all-wrong groups (multiplicative only; 0 is off)."
     )
     impute_group_advantage: float = Field(
-        0.0, ge=0, description="s: all-wrong rows get -s * (mean |A_r| of wrong rows in mixed groups); 0 is off."
+        default=0.0,
+        ge=0,
+        description="s: all-wrong rows get -s * (mean |A_r| of wrong rows in mixed groups); 0 is off.",
     )
     contrast_context: ContrastContext = Field(
-        "answer",
+        default="answer",
         description="What the contexts hold: an answer (math, tools), a sibling's whole response (code), or (auto, for "
         "science) siblings where both kinds exist and answers elsewhere.",
     )
     negative: Literal["own", "mode"] = Field(
-        "own", description="The wrong answer of a wrong response: its own, or the commonest wrong one of its group."
+        default="own",
+        description="The wrong answer of a wrong response: its own, or the commonest wrong one of its group.",
     )
     unjudged: Literal["skip", "mode"] = Field(
-        "skip", description="A wrong response without a judged answer: no contrast, or its group's commonest wrong one."
+        default="skip",
+        description="A wrong response without a judged answer: no contrast, or its group's commonest wrong one.",
     )
-    sync_every: int = Field(10, ge=1, description="The scorer is a copy of the student, renewed every so many updates.")
-    thr: float = Field(0.5, description="A reward of at least it is a success (for all-wrong groups).")
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.28, ge=0, description="How far above 1 the ratio may count.")
-    dual_clip: float | None = Field(3.0, gt=1, description="Bound on the ratio for negative advantages.")
+    sync_every: int = Field(
+        default=10, ge=1, description="The scorer is a copy of the student, renewed every so many updates."
+    )
+    thr: float = Field(default=0.5, description="A reward of at least it is a success (for all-wrong groups).")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.28, ge=0, description="How far above 1 the ratio may count.")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Bound on the ratio for negative advantages.")
 
     @model_validator(mode="after")
     def _refuse_what_has_no_meaning(self) -> Self:

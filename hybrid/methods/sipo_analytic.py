@@ -20,8 +20,8 @@ class SipoAnalytic(MethodConfig):
     """GRPO without a deviation, plus a divergence from a running average of the student that sees the answer."""
 
     formula: ClassVar[str] = (
-        "L = L_pg(R[i] - mean_g R) + beta * mean over tokens with a context of D_alpha, q = p(. | right), top-k + tail; "
-        "alpha 0: KL(q || p);  1: KL(p || q);  between: alpha KL(q || m) + (1 - alpha) KL(p || m), "
+        "L = L_pg(R[i] - mean_g R) + beta * mean over tokens with a context of D_alpha, q = p(. | right), top-k + tail;"
+        " alpha 0: KL(q || p);  1: KL(p || q);  between: alpha KL(q || m) + (1 - alpha) KL(p || m), "
         "m = alpha q + (1 - alpha) p"
     )
     paper: ClassVar[str] = "Self-instructing policy optimization, analytic arm of the code (arXiv 2609.36742)"
@@ -39,15 +39,19 @@ class SipoAnalytic(MethodConfig):
 
     name: Literal["sipo_analytic"] = "sipo_analytic"
     alpha: float = Field(
-        0.0, ge=0, le=1, description="0 is the forward KL, 1 the reverse KL, between a Jensen-Shannon."
+        default=0.0, ge=0, le=1, description="0 is the forward KL, 1 the reverse KL, between a Jensen-Shannon."
     )
-    beta: float = Field(1.0, ge=0, description="Weight of the divergence.")
-    top_k: int = Field(100, ge=0, description="Size of the student's support, with a tail bucket; 0 is the vocabulary.")
-    ema: float = Field(0.05, gt=0, le=1, description="Share of the student that enters the teacher at each update.")
-    contrast_context: ContrastContext = Field("answer", description="What the right context holds; see sipo.")
-    clip_low: float = Field(0.2, ge=0, description="How far below 1 the ratio may count.")
-    clip_high: float = Field(0.28, ge=0, description="How far above 1 the ratio may count.")
-    dual_clip: float | None = Field(3.0, gt=1, description="Bound on the ratio for negative advantages.")
+    beta: float = Field(default=1.0, ge=0, description="Weight of the divergence.")
+    top_k: int = Field(
+        default=100, ge=0, description="Size of the student's support, with a tail bucket; 0 is the vocabulary."
+    )
+    ema: float = Field(
+        default=0.05, gt=0, le=1, description="Share of the student that enters the teacher at each update."
+    )
+    contrast_context: ContrastContext = Field(default="answer", description="What the right context holds; see sipo.")
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
+    clip_high: float = Field(default=0.28, ge=0, description="How far above 1 the ratio may count.")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Bound on the ratio for negative advantages.")
 
     @override
     def build(self) -> Objective:

@@ -41,22 +41,30 @@ class VaOpd(MethodConfig):
     }
 
     name: Literal["va_opd"] = "va_opd"
-    tau: float = Field(1.0, gt=0, description="Temperature of the softmax over siblings.")
-    p_v: float = Field(0.2, gt=0, le=1, description="Share of a response's tokens that count as high.")
-    lam: float = Field(0.5, ge=0, le=1, description="Mass of the high tokens.")
-    temperature: float = Field(1.0, gt=0, description="At which student and teacher are compared.")
+    tau: float = Field(default=1.0, gt=0, description="Temperature of the softmax over siblings.")
+    p_v: float = Field(default=0.2, gt=0, le=1, description="Share of a response's tokens that count as high.")
+    lam: float = Field(default=0.5, ge=0, le=1, description="Mass of the high tokens.")
+    temperature: float = Field(default=1.0, gt=0, description="At which student and teacher are compared.")
     degraded_ratio: float = Field(
-        0.1, gt=0, le=1, description="Side of the shrunken image, as a share; it is blown up again to the old size."
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Side of the shrunken image, as a share; it is blown up again to the old size.",
     )
-    drop_empty: bool = Field(True, description="Leaves empty responses to their siblings; off, they are an error.")
-    uniform_without_gap: bool = Field(False, description="A response without any view gap weighs its tokens evenly.")
+    drop_empty: bool = Field(
+        default=True, description="Leaves empty responses to their siblings; off, they are an error."
+    )
+    uniform_without_gap: bool = Field(
+        default=False, description="A response without any view gap weighs its tokens evenly."
+    )
     full: str = Field(
-        "teacher",
+        default="teacher",
         description="View whose distribution is learned and whose scores are the full ones; a name other than teacher "
         "is a context of the teacher (RECONSTRUCTED).",
     )
     degraded: str = Field(
-        "degraded", description="View that lacks the detail; its name is a context of the teacher (RECONSTRUCTED)."
+        default="degraded",
+        description="View that lacks the detail; its name is a context of the teacher (RECONSTRUCTED).",
     )
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ class Schedule(BaseModel):
     start: float = Field(description="Value at the first update.")
     end: float = Field(description="Value from update `steps` on.")
     steps: int = Field(ge=1, description="Number of updates that the way takes.")
-    shape: Literal["linear", "cosine"] = Field("linear", description="Form of the way.")
+    shape: Literal["linear", "cosine"] = Field(default="linear", description="Form of the way.")
 
     def at(self, step: int) -> float:
         """The value before update number `step`, counted from 0."""
