@@ -19,7 +19,12 @@ ADVICE = "is not on PATH; on Debian and Ubuntu: apt-get install chromium chromiu
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+    binary = next(
+        filter(
+            None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"))
+        ),
+        None,
+    )
     driver_path = shutil.which("chromedriver")
     if binary is None or driver_path is None:
         pytest.fail(f"{'a Chromium browser' if binary is None else 'chromedriver'} {ADVICE}")
