@@ -20,6 +20,8 @@ class RecordedTeacher:
     """
 
     max_logprobs: int | None = None
+    is_recording = True
+    needs_extra_tokens = 0
 
     def __init__(self, path: str | Path, *, name: str = "recorded", teacher: str | None = None):
         """Reads the recording.
