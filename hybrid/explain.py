@@ -77,18 +77,22 @@ def _plain(value: float) -> float:
     return value + 0.0
 
 
-def explain(method: MethodConfig, records: Records, *, step: int = 0, state: State | None = None) -> dict[str, Any]:
+def explain(
+    method: MethodConfig, records: Records, *, step: int | None = None, state: State | None = None
+) -> dict[str, Any]:
     """The object that `hybrid explain --json` prints; see `explanation`."""
     return explanation(method, records, step=step, state=state).to_dict()
 
 
-def explanation(method: MethodConfig, records: Records, *, step: int = 0, state: State | None = None) -> Explanation:
+def explanation(
+    method: MethodConfig, records: Records, *, step: int | None = None, state: State | None = None
+) -> Explanation:
     """Assigns a method's credit to recorded rollouts and computes the loss at the recorded student.
 
     Args:
       method: the method and its settings.
       records: one generation batch.
-      step: number of updates made before this batch, for every schedule.
+      step: number of updates made before this batch, for every schedule; None is that of the records.
       state: of a stateful method before this batch; None is its first.
 
     Raises:
@@ -97,7 +101,8 @@ def explanation(method: MethodConfig, records: Records, *, step: int = 0, state:
       HybridError: a result is not a finite number.
     """
     objective = method.build()
-    batch = _complete(replace(records.batch, step=step), objective)
+    batch = records.batch if step is None else replace(records.batch, step=step)
+    batch = _complete(batch, objective)
     _need_all(batch, objective)
     assignment, new_state = objective.assign(batch, _checked_state(state, objective))
     loss = objective.loss(assignment, batch, _student_pass(records, batch, objective))
@@ -156,7 +161,7 @@ def _need_all(batch: RolloutBatch, objective: Objective) -> None:
         elif not need.startswith("scores."):
             batch.need(need)
         elif part:
-            if batch.view(name).top_logprob_BTK is None:
+            if name not in batch.views or batch.views[name].top_logprob_BTK is None:
                 raise MissingMeasurement(f"the method needs {need} (top_ids and top_logprobs), which the record lacks")
         elif bool(batch.view(name).logprob_BT.isnan().any()):
             raise MissingMeasurement(f"the method needs {need}.logprobs, which the record lacks")

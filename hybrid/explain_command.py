@@ -36,7 +36,7 @@ def run_explain(
     file: Path,
     method: str | None,
     settings: Sequence[str],
-    step: int,
+    step: int | None,
     state: Path | None,
     as_json: bool,
     compare: str | None,
@@ -48,7 +48,8 @@ def run_explain(
       file: the record.
       method: a method's name, or a YAML file that holds a method block or an experiment.
       settings: `key=value` each, as in a YAML; with `compare`, `NAME.key=value`.
-      step: number of updates made before this batch.
+      step: number of updates made before this batch; in a file of several steps, also which of them. None is the first
+        recorded step, or 0.
       state: JSON file with the state of a stateful method, or an earlier explanation.
       as_json: one JSON object instead of tables.
       compare: methods whose treatment of each token is compared, with commas between them.
@@ -59,9 +60,9 @@ def run_explain(
     """
     if (method is None) == (compare is None):
         raise ConfigError("hybrid explain needs --method NAME or --compare NAME,NAME, and not both")
-    if step < 0:
+    if step is not None and step < 0:
         raise ConfigError(f"--step is the number of updates already made, so it is not negative; got {step}")
-    records = read_records(file)
+    records = read_records(file, step=step)
     if method is not None:
         chosen = {method: method_from(method, settings)}
     else:

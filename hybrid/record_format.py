@@ -61,6 +61,20 @@ class RecordLine(_Line):
     kept: list[Annotated[int, Field(ge=0, le=1)]] | None = None
 
 
+PER_TOKEN = (
+    "token_mask",
+    "student_logprobs",
+    "current_logprobs",
+    "entropies",
+    "kl",
+    "tokens",
+    "advantages",
+    "kl_weights",
+    "kept",
+)
+"""Keys whose lists have one entry per token."""
+
+
 class Row(NamedTuple):
     """A line and how messages call it."""
 
@@ -73,20 +87,19 @@ def parsed_lines(path: Path) -> Iterator[Row]:
     """Each line of the file, checked by itself and against the names before it."""
     if not path.is_file():
         raise DataError(f"there is no record file {path}")
-    seen: dict[str, str] = {}
-    counts: dict[str, int] = {}
+    seen: dict[tuple[int | None, str], int] = {}
+    counts: dict[tuple[int | None, str], int] = {}
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         if not text.strip():
             continue
         line = _line(text, f"{path}, line {number}")
-        prompt_id = str(line.prompt_id)
-        counts[prompt_id] = counts.get(prompt_id, -1) + 1
-        given = line.response_id
-        response_id = f"{prompt_id}/{counts[prompt_id]}" if given is None else str(given)
+        prompt = (line.step, str(line.prompt_id))
+        counts[prompt] = counts.get(prompt, -1) + 1
+        response_id = f"{prompt[1]}/{counts[prompt]}" if line.response_id is None else str(line.response_id)
         where = f"{path}, line {number} (response {response_id})"
-        if response_id in seen:
-            raise DataError(f"{where}: this response_id stands on {seen[response_id]} already; give each its own")
-        seen[response_id] = f"line {number}"
+        if first := seen.get((line.step, response_id)):
+            raise DataError(f"{where}: this response_id stands on line {first} already; give each its own")
+        seen[line.step, response_id] = number
         _check_lengths(line, where)
         yield Row(where, line, response_id)
 
@@ -138,10 +151,7 @@ def _name_of(text: bytes) -> str:
 
 def _check_lengths(line: RecordLine, where: str) -> None:
     """Refuses a list that does not have one entry per token."""
-    lists: dict[str, Sequence[Any] | None] = {
-        key: getattr(line, key)
-        for key in ("token_mask", "student_logprobs", "current_logprobs", "entropies", "kl", "tokens")
-    }
+    lists: dict[str, Sequence[Any] | None] = {key: getattr(line, key) for key in PER_TOKEN}
     for name, score in (line.scores or {}).items():
         if score is None:
             continue

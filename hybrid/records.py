@@ -2,8 +2,8 @@
 
     {"prompt_id": "p1", "response_id": "p1/0", "token_ids": [5, 9, 2], "token_mask": [1, 1, 1], "reward": 1.0, ...}
 
-Only `prompt_id` and `token_ids` are required. A file holds one generation batch: group statistics are taken over all of
-its lines. What a missing value means:
+Only `prompt_id` and `token_ids` are required. Group statistics are taken over one generation batch: the whole file, or
+the lines of one `step` where a training has written its steps one after the other. What a missing value means:
 
   reward null                    an unscored response, which is never counted as 0
   scores.X null or absent        the scorer failed on that response, or never saw it; in every line: not measured
@@ -35,7 +35,7 @@ class Records:
     """A file of rollouts, in the order of its lines.
 
     Attributes:
-      batch: everything a method may read, in float64.
+      batch: everything a method may read, in float64; its step is that of the lines, or the one that was asked for.
       prompt_ids, response_ids: names of each response.
       token_ids: the response tokens, without padding.
       current_logprob_BT: the student's log-probs at the update; those of the rollout where a line has none, and None
@@ -63,8 +63,12 @@ class Records:
         return tuple(len(ids) for ids in self.token_ids)
 
 
-def read_records(path: Path) -> Records:
-    """Reads a record file.
+def read_records(path: Path, *, step: int | None = None) -> Records:
+    """Reads one generation batch of a record file.
+
+    Args:
+      path: the file.
+      step: which step of a file whose lines have one; None is the first. Any, where the lines have none.
 
     Raises:
       DataError: the file is missing, empty or malformed; the message names line, response and key.
@@ -72,6 +76,7 @@ def read_records(path: Path) -> Records:
     rows = list(parsed_lines(path))
     if not rows:
         raise DataError(f"{path} holds no response; a record file has one JSON object a line")
+    rows, step = _of_step(rows, step, path)
     lines = [row.line for row in rows]
     width = max(len(line.token_ids) for line in lines)
     prompt_ids = tuple(str(line.prompt_id) for line in lines)
@@ -94,6 +99,7 @@ def read_records(path: Path) -> Records:
             teacher_accuracy_B=_per_row(rows, "teacher_accuracy", lambda line: line.teacher_accuracy),
             views=_views(rows, width, mask_BT, student_BT),
             demonstration=demonstration,
+            step=step or 0,
             max_length=width,
             dtype=torch.float64,
         ),
@@ -109,6 +115,20 @@ def read_records(path: Path) -> Records:
     )
 
 
+def _of_step(rows: Sequence[Row], step: int | None, path: Path) -> tuple[Sequence[Row], int | None]:
+    """The lines of one step, and which it is; every line where none has a step."""
+    unmarked = [row for row in rows if row.line.step is None]
+    if len(unmarked) == len(rows):
+        return rows, step
+    if unmarked:
+        raise DataError(f"{unmarked[0].where}: step is missing, and other lines have it; write it in every line")
+    steps = sorted({row.line.step for row in rows if row.line.step is not None})
+    chosen = steps[0] if step is None else step
+    if chosen not in steps:
+        raise DataError(f"{path} has no line of step {chosen}; choose one of {steps[0]} to {steps[-1]} with --step")
+    return [row for row in rows if row.line.step == chosen], chosen
+
+
 def _padded(lists: Sequence[Sequence[float]], width: int, fill: float) -> Float[Tensor, "B T"]:
     """Lists of numbers as one tensor, filled up on the right."""
     rows = [[*values, *[fill] * (width - len(values))] for values in lists]
@@ -120,9 +140,9 @@ def _per_token(
 ) -> Float[Tensor, "B T"] | None:
     """A measurement with one number per token; None where no line has it."""
     lists = [values(row.line) for row in rows]
-    missing = [row for row, found in zip(rows, lists, strict=True) if found is None and row.line.token_ids]
     full = [row for row in rows if row.line.token_ids]
-    if len(missing) == len(full):
+    missing = [row for row in full if values(row.line) is None]
+    if len(missing) == len(full) and (full or not any(found is not None for found in lists)):
         return None
     _refuse_missing(missing, key, "leave it out of every line where it was not measured")
     return _padded([found or [] for found in lists], width, 0)
