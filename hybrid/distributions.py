@@ -1,29 +1,27 @@
 """The student's next-token distributions against a teacher's, a slice of tokens at a time.
 
-The full vocabulary of a whole batch, [B, T, V] in float32, is never held: hidden states are kept, and logits are made
-for `CHUNK_TOKENS` tokens, used, and (with gradients) made again in the backward pass.
+Logits are made for a slice of tokens at a time (`hybrid.heads`), so [B, T, V] is never held.
 
 `add_distribution_head` patches a model's forward as TRL's fused head does, so that the pass runs inside the wrapped
 module (DDP, DeepSpeed) and no second forward is needed: `model(..., distribution=Request(...))` returns a dictionary.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from hybrid.heads import Head, logit_head, streamed
 from hybrid.objective.divergence import divergence, kl, with_tail
 from hybrid.objective.losses import Divergence
 
-CHUNK_TOKENS = 128
-"""Tokens whose logits are held at once; at a vocabulary of 151,936 that is 78 MB in float32."""
-
-Head = Callable[[Tensor], Tensor]
+TeacherHead = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Request:
     temperature: float = 1.0
     divergences: tuple[Divergence, ...] = ()
     teacher_hidden_BTH: Float[Tensor, "B T H"] | None = None
-    teacher_head: Head | None = None
+    teacher_head: TeacherHead | None = None
     support_ids_BTK: Int[Tensor, "B T K"] | None = None
     support_logprob_BTK: Float[Tensor, "B T K"] | None = None
     num_top: int = 0
@@ -75,29 +73,7 @@ def add_distribution_head(model: nn.Module) -> None:
     model.forward = forward
 
 
-def logit_head(model: Any) -> Head:
-    """Hidden -> logits as the model itself makes them: output embedding, multiplier, soft cap."""
-    config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
-    factor = next(
-        (
-            value
-            for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")
-            if (value := getattr(config, name, None)) is not None
-        ),
-        1.0,
-    )
-    if getattr(config, "logits_scaling", None) is not None:
-        factor = config.logits_scaling if config.model_type == "hyperclovax" else 1 / config.logits_scaling
-
-    def head(hidden: Tensor) -> Tensor:
-        logits = model.get_output_embeddings()(hidden) * factor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    return head
-
-
-def measure(hidden_BTH: Float[Tensor, "B T H"], head: Head, request: Request) -> dict[str, Tensor]:
+def measure(hidden_BTH: Float[Tensor, "B T H"], head: Head | TeacherHead, request: Request) -> dict[str, Tensor]:
     """Measures the requested quantities; differentiable with respect to `hidden_BTH` and the head.
 
     Returns:
@@ -106,18 +82,8 @@ def measure(hidden_BTH: Float[Tensor, "B T H"], head: Head, request: Request) ->
       All are 0 (ids -1, top log-probs -inf) where the mask is False.
     """
     mask_BT = request.mask_BT
-    picked = [hidden_BTH[mask_BT], request.target_BT[mask_BT]]
-    picked += [x[mask_BT] for x in _rows_of(request)]
-    chunks = [torch.split(x, CHUNK_TOKENS) for x in picked]
-    outputs = []
-    for parts in zip(*chunks, strict=True):
-        if torch.is_grad_enabled():
-            outputs.append(checkpoint(_measure_chunk, head, request, *parts, use_reentrant=False))
-        else:
-            outputs.append(_measure_chunk(head, request, *parts))
-    if not outputs:
-        outputs = [_measure_chunk(head, request, *picked)]
-    whole = {key: torch.cat([output[key] for output in outputs]) for key in outputs[0]}
+    parts = [x[mask_BT] for x in (request.target_BT, *_rows_of(request))]
+    whole = streamed(head, hidden_BTH[mask_BT], parts, partial(_measure_chunk, request))
     return {key: _scatter(value_N, mask_BT, _FILL.get(key, 0.0)) for key, value_N in whole.items()}
 
 
@@ -134,14 +100,12 @@ def _scatter(value_N: Tensor, mask_BT: Tensor, fill: float) -> Tensor:
     return out.masked_scatter(mask_BT.view(*mask_BT.shape, *(1,) * (value_N.dim() - 1)).expand_as(out), value_N)
 
 
-def _measure_chunk(
-    head: Head, request: Request, hidden_NH: Tensor, target_N: Tensor, *rest: Tensor
-) -> dict[str, Tensor]:
+def _measure_chunk(request: Request, logits_NV: Tensor, target_N: Tensor, *rest: Tensor) -> dict[str, Tensor]:
     extra = list(rest)
     teacher_hidden_NH = extra.pop(0) if request.teacher_hidden_BTH is not None else None
     support_ids_NK = extra.pop(0) if request.support_ids_BTK is not None else None
     support_log_NK = extra.pop(0) if request.support_logprob_BTK is not None else None
-    logits_NV = head(hidden_NH).float()
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     log_NV = torch.log_softmax(logits_NV / request.temperature, -1)
     out = {
         "logprobs": log_NV.gather(-1, target_N[:, None]).squeeze(-1),
@@ -183,7 +147,10 @@ def shared_log_softmax(logits: Float[Tensor, "*s V"], temperature: float, width:
 def on_support(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Float[Tensor, "N K1"]:
     """Log-probs of a support (-inf for padding ids) and, exactly, of everything outside it."""
     inside_NK = torch.where(ids_NK < 0, ids_NK[:, :1], ids_NK).clamp(min=0)
-    tail_N1 = log_NV.scatter(-1, inside_NK, -torch.inf).logsumexp(-1, keepdim=True)
+    # The floor is that of `with_tail`: a support that holds everything leaves both sides the same empty tail.
+    floor = math.log(torch.finfo(log_NV.dtype).eps)
+    outside_NV = log_NV.scatter(-1, inside_NK, 2 * floor)
+    tail_N1 = outside_NV.logsumexp(-1, keepdim=True).clamp(min=floor)
     top_NK = log_NV.gather(-1, inside_NK).masked_fill(ids_NK < 0, -torch.inf)
     return torch.cat([top_NK, tail_N1], -1)
 
