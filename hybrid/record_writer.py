@@ -81,18 +81,20 @@ def write_records(path: Path, lines: Iterable[str]) -> int:
 
 
 def _columns(batch: RolloutBatch, current_logprob_BT: Float[Tensor, "B T"] | None) -> dict[str, Float[Tensor, "B T"]]:
-    """The measurements with one number per token, by their names in the record; 0 where no token counts."""
-    columns = {
-        "student_logprobs": batch.student_logprob_BT,
-        "current_logprobs": current_logprob_BT,
-        "entropies": batch.entropy_BT,
-        "kl": batch.reverse_kl_BT,
+    """The measurements with one number per token, by their names in the record; 0 where the token has none."""
+    teacher = batch.views.get("teacher")
+    measured = {
+        "student_logprobs": (batch.student_logprob_BT, batch.mask_BT),
+        "current_logprobs": (current_logprob_BT, batch.mask_BT),
+        "entropies": (batch.entropy_BT, batch.mask_BT),
+        # A response whose teacher failed has no divergence from it.
+        "kl": (batch.reverse_kl_BT, batch.mask_BT if teacher is None else batch.mask_BT & teacher.valid_BT),
     }
     out: dict[str, Float[Tensor, "B T"]] = {}
-    for key, value_BT in columns.items():
+    for key, (value_BT, use_BT) in measured.items():
         if value_BT is not None:
-            check(value_BT.isfinite() | ~batch.mask_BT, value_BT, f"{key} must be finite to be recorded")
-            out[key] = value_BT.masked_fill(~batch.mask_BT, 0)
+            check(value_BT.isfinite() | ~use_BT, value_BT, f"{key} must be finite to be recorded")
+            out[key] = value_BT.masked_fill(~use_BT, 0)
     return out
 
 

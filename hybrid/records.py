@@ -9,6 +9,7 @@ the lines of one `step` where a training has written its steps one after the oth
   scores.X null or absent        the scorer failed on that response, or never saw it; in every line: not measured
   null within scores.X.logprobs  no score for that token
   demonstration null or absent   that prompt has no text; in every line: not measured
+  kl absent                      likewise in a line whose scores.teacher is; there is no divergence from nothing
   any other key absent           not measured, and then absent in every line with a token in it
 
 `record_lines` and `write_records` make such a file.
@@ -138,14 +139,21 @@ def _padded(lists: Sequence[Sequence[float]], width: int, fill: float) -> Float[
 def _per_token(
     rows: Sequence[Row], key: str, values: Callable[[RecordLine], Sequence[float] | None], width: int
 ) -> Float[Tensor, "B T"] | None:
-    """A measurement with one number per token; None where no line has it."""
+    """A measurement with one number per token; None where no line with a token has it."""
     lists = [values(row.line) for row in rows]
-    full = [row for row in rows if row.line.token_ids]
-    missing = [row for row in full if values(row.line) is None]
-    if len(missing) == len(full) and (full or not any(found is not None for found in lists)):
+    if all(values(row.line) is None for row in [row for row in rows if row.line.token_ids] or rows):
         return None
+    missing = [row for row, found in zip(rows, lists, strict=True) if found is None and row.line.token_ids]
+    if key == "kl" and any(_teacher_scored(row) for row in rows):
+        missing = [row for row in missing if _teacher_scored(row)]
     _refuse_missing(missing, key, "leave it out of every line where it was not measured")
     return _padded([found or [] for found in lists], width, 0)
+
+
+def _teacher_scored(row: Row) -> bool:
+    """Whether the teacher gave this response anything; where it failed there is no divergence from it."""
+    score = (row.line.scores or {}).get("teacher")
+    return score is not None and (score.top_ids is not None or any(x is not None for x in score.logprobs or ()))
 
 
 def _per_row(

@@ -136,6 +136,15 @@ def test_the_current_student_is_that_of_the_rollout_where_a_line_has_no_other(fi
     assert some(records.current_logprob_BT).tolist() == [[-4, -5, -6], [-1, -2, -3]]
 
 
+def test_a_failed_teacher_row_needs_no_kl(file_of):
+    scored = line(scores={"teacher": {"logprobs": [-1, -1, -1]}}, kl=[1, 2, 3])
+    failed = line(scores={"teacher": {"logprobs": [None, None, None]}})
+    batch = read_records(file_of(scored, line(scores={"teacher": None}), failed)).batch
+    assert batch.need("kl").tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]]
+    with pytest.raises(DataError, match=r"line 2 .*kl is missing"):
+        read_records(file_of(scored, line(scores={"teacher": {"logprobs": [-1, None, None]}})))
+
+
 def test_an_empty_response_needs_no_measurement(file_of):
     records = read_records(file_of(line(token_ids=[]), line(kl=[0, 1, 2], entropies=[0, 1, 2])))
     assert records.batch.need("kl").tolist() == [[0, 0, 0], [0, 1, 2]]
@@ -335,9 +344,10 @@ def test_what_is_written_is_read_again_to_the_last_bit(tmp_path_factory, seed, d
     assert_close(records.batch.need("reward"), batch.need("reward").double(), equal_nan=True, rtol=0, atol=0)
     assert torch.equal(records.batch.need("truncated"), batch.need("truncated"))
     for name in ("student_logprobs", "entropies", "kl"):
-        written = batch.need(name)[:, :width].double().masked_fill(~mask_BT, 0)
+        used_BT = mask_BT & batch.view("teacher").valid_BT[:, :width] if name == "kl" else mask_BT
+        written = batch.need(name)[:, :width].double().masked_fill(~used_BT, 0)
         assert torch.equal(records.batch.need(name), written)
-    assert torch.equal(some(records.current_logprob_BT), -records.batch.need("kl"))
+    assert torch.equal(some(records.current_logprob_BT), -batch.need("kl")[:, :width].double().masked_fill(~mask_BT, 0))
     teacher, again = batch.view("teacher"), records.batch.view("teacher")
     valid_BT = teacher.valid_BT[:, :width]
     assert torch.equal(again.valid_BT, valid_BT)
@@ -365,6 +375,15 @@ def test_texts_and_named_rewards_stand_beside_the_numbers(tmp_path):
     }
 
 
+def test_a_divergence_from_a_teacher_that_failed_is_not_written():
+    batch, token_ids = batch_of(0)
+    teacher = batch.view("teacher")
+    batch.need("kl")[~teacher.valid_BT] = math.nan
+    lines = list(record_lines(batch, prompt_ids=["a"] * 4, token_ids=token_ids))
+    kl_T = json.loads(lines[2])["kl"]
+    assert [x == 0 for x in kl_T] == (~teacher.valid_BT[2, : len(kl_T)]).tolist()
+
+
 def test_lines_are_appended(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     write_records(path, [json.dumps(line(response_id="a"))])
@@ -374,6 +393,6 @@ def test_lines_are_appended(tmp_path):
 
 def test_a_number_that_json_cannot_hold_is_not_written():
     batch, token_ids = batch_of(0)
-    batch.need("kl")[2] = math.nan
-    with pytest.raises(HybridError, match="kl must be finite to be recorded; got nan at index"):
+    batch.need("entropies")[2] = math.nan
+    with pytest.raises(HybridError, match="entropies must be finite to be recorded; got nan at index"):
         list(record_lines(batch, prompt_ids=["a"] * 4, token_ids=token_ids))
