@@ -113,6 +113,11 @@ class Plan:
             on_student.append(candidates)
         return Plan(needs, objective.divergences, max(on_student, default=0))
 
+    def recording(self) -> "Plan":
+        """This plan, and what a record needs beside: the student's log-probs, and the reverse KL that a loss reads."""
+        own = {"student_logprobs"} | ({"kl"} if any(d.kind == "reverse_kl" for d in self.divergences) else set())
+        return replace(self, needs=self.needs | own)
+
     @property
     def views(self) -> tuple[str, ...]:
         """Names of the scored views, without the student's own."""
@@ -182,13 +187,25 @@ def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], wan
                 labels=labels,
             )
         )
-    if not rows:
-        empty_BT = torch.zeros(len(own), width)
-        return TeacherScores(logprob_BT=empty_BT, valid_BT=empty_BT.bool())
+    if not rows and not getattr(scorer.teacher, "is_collective", False):
+        return nothing_scored(len(own), width, want)
     if want.candidates_BTK is not None:
         want = replace(want, candidates_BTK=want.candidates_BTK[picked])
     scores = scorer.teacher.score(rows, want)
     return spread_rows(scores, picked, len(own), width)
+
+
+def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
+    """Scores of rows that nobody was asked about, of the same form as those of the processes that asked."""
+    logprob_BT = torch.zeros(num_rows, width)
+    num_top = want.top_k if want.candidates_BTK is None else want.candidates_BTK.shape[2]
+    shape = (num_rows, width, num_top)
+    return TeacherScores(
+        logprob_BT=logprob_BT,
+        valid_BT=logprob_BT.bool(),
+        top_ids_BTK=torch.full(shape, -1) if num_top else None,
+        top_logprob_BTK=torch.full(shape, -torch.inf) if num_top else None,
+    )
 
 
 def spread_rows(scores: TeacherScores, picked: Sequence[int], num_rows: int, width: int) -> TeacherScores:

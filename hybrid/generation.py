@@ -14,7 +14,7 @@ from hybrid.errors import ConfigError, MissingMeasurement
 from hybrid.methods.base import MethodConfig
 from hybrid.objective.losses import PolicyLoss
 from hybrid.objective.objective import Assignment, Objective, Term
-from hybrid.types import RolloutBatch, take_rows
+from hybrid.types import RolloutBatch, State, take_rows
 
 IMAGE_KEYS = (
     "pixel_values",
@@ -39,15 +39,17 @@ class Generation:
 
 @dataclass
 class StepWatch:
-    """What an observer of a generation batch is given: global rows, credit, texts."""
+    """What an observer of a generation batch is given: global rows, credit, the method's state before it, texts."""
 
     step: int
     batch: RolloutBatch
     assignment: Assignment
     objective: Objective
+    state: State
     rollouts: Sequence[Rollout]
     rewards: Tensor | None
     reward_names: Sequence[str]
+    demonstration_logprob_BU: Tensor | None = None
 
 
 def image_inputs(out: Mapping[str, Any], rows: slice) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from hybrid.collect import (
 )
 from hybrid.distributions import Request, add_distribution_head
 from hybrid.errors import ConfigError
-from hybrid.gather import gather_batch
+from hybrid.gather import gather_batch, longest, padded
 from hybrid.generation import (
     IMAGE_KEYS,
     Generation,
@@ -115,7 +115,8 @@ class HybridTrainer(GRPOTrainer):
       args: a `HybridConfig`.
       train_dataset: rows with a `prompt`, and the columns that the reward functions read.
       peft_config: a LoRA configuration, as in TRL.
-      watch: called with a `StepWatch` after each credit assignment (main process).
+      watch: called with a `StepWatch` after each credit assignment (main process); the student's log-probs are then
+        measured for every method, so that the record is whole.
       writer: how privileged prompts are written; by default with the student's own template.
 
     All other arguments are TRL's.
@@ -146,6 +147,7 @@ class HybridTrainer(GRPOTrainer):
         self.method = method if isinstance(method, Objective) else method_of(method)
         self.objective = self.method if isinstance(self.method, Objective) else self.method.build()
         self.plan = Plan.of(self.objective, getattr(self.method, "top_k", 0))
+        self.plan = self.plan if watch is None else self.plan.recording()
         self.rewarded = bool(reward_funcs)
         self.watch = watch
         self.method_state = self.objective.init()
@@ -192,14 +194,16 @@ class HybridTrainer(GRPOTrainer):
         everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
         batch, scored = self._measure(out, own, everyone)
         whole = gather_batch(batch, self.accelerator.gather)
-        assignment, state = self.objective.assign(whole, self.method_state)
+        before = self.method_state
+        assignment, state = self.objective.assign(whole, before)
         if self.model.training:
             self.method_state = state
         self._note(assignment, whole, scored)
+        texts = self._demonstration_logprobs(out, batch) if self.watch is not None else None
         if self.watch is not None and self.accelerator.is_main_process and self.model.training:
             names = list(self.reward_func_names) if self.rewarded else []
             rewards = captured["rewards"] if self.rewarded else None
-            self.watch(StepWatch(batch.step, whole, assignment, self.objective, everyone, rewards, names))
+            self.watch(StepWatch(batch.step, whole, assignment, self.objective, before, everyone, rewards, names, texts))
         self._generation = self._local(assignment, batch, scored, out)
         out["hybrid_row"] = torch.arange(len(own), device=out["completion_ids"].device)
         return out
@@ -379,6 +383,14 @@ class HybridTrainer(GRPOTrainer):
             divergence_BT=divergences,
             demonstration_logprob_BU=demonstration_BU,
         )
+
+    @torch.no_grad()
+    def _demonstration_logprobs(self, out: Mapping[str, Any], batch: RolloutBatch) -> Tensor | None:
+        """The student's log-probs of the demonstrations of all processes' rows, for the record; None without any."""
+        if batch.demonstration is None:
+            return None
+        width = longest(batch.demonstration.mask_BU, self.accelerator.gather)
+        return self.accelerator.gather(padded(self._demonstrations(self.model, out, batch), width))
 
     def _demonstrations(self, model: Any, inputs: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
         """Log-probs of each row's demonstration after its prompt."""

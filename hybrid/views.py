@@ -157,6 +157,18 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
     return block_context(writer, block)
 
 
+def all_wrong_only(inner: Context, writer: Writer) -> Context:
+    """The same prompts, but only for groups of which no response is right: the others need no score (RSTG)."""
+
+    def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
+        groups = groups_of(own, everyone)
+        failed = {group for group, rows in groups.items() if not any(writer.correct(row) for row in rows)}
+        prompts = inner(own, everyone)
+        return [prompt if r.group in failed else None for r, prompt in zip(own, prompts, strict=True)]
+
+    return context
+
+
 def place(rollout: Rollout, group: Sequence[Rollout]) -> int:
     """Index of a row in its group."""
     return [r.position for r in group].index(rollout.position)
@@ -334,6 +346,8 @@ def scorers_for(
     scorers = dict(given)
     for view in plan.views:
         spec = specs.get(view)
+        if view in scorers and spec is not None and spec.options.get("rows") == "all_wrong":
+            scorers[view] = replace(scorers[view], context=all_wrong_only(scorers[view].context, writer))
         if view in scorers or spec is None:
             continue
         if spec.scorer == "self":

@@ -145,43 +145,9 @@ class Recorder:
     def __call__(self, watch: StepWatch) -> None:
         """Writes one generation batch."""
         if self.path is not None:
-            write_records(self.path, self.lines(watch))
+            write_records(self.path, rollout_lines(watch, self.tokenizer))
         if self.table_every and watch.step % self.table_every == 0:
             self.tracker.table(f"completions/step_{watch.step:06d}.json", self.rows(watch))
-
-    def lines(self, watch: StepWatch) -> Sequence[str]:
-        """Record lines (design section 6), each with its step and the credit that the objective gave."""
-        rewards: dict[str, list[float | None]] = {}
-        if watch.rewards is not None:
-            for place, name in enumerate(watch.reward_names):
-                rewards[name] = [None if v != v else v for v in watch.rewards[:, place].tolist()]
-        advantage_BT = values(watch.assignment, watch.objective, ("policy",))
-        weight_BT = values(watch.assignment, watch.objective, ("kl",))
-        texts = Texts(
-            prompts=[shown(r.prompt) for r in watch.rollouts],
-            completions=[r.text for r in watch.rollouts],
-            tokens=[[self.tokenizer.decode([token]) for token in r.completion_ids] for r in watch.rollouts],
-            rewards=rewards,
-        )
-        written = record_lines(
-            watch.batch,
-            prompt_ids=[f"{watch.step}/{r.group}" for r in watch.rollouts],
-            response_ids=[f"{watch.step}/{r.group}/{r.position}" for r in watch.rollouts],
-            token_ids=[r.completion_ids for r in watch.rollouts],
-            texts=texts,
-        )
-        kept_BT = torch.stack([term.kept_BT for term in watch.assignment.terms]).any(0)
-        lines = []
-        for row, line in enumerate(written):
-            length = len(watch.rollouts[row].completion_ids)
-            credit = {
-                "step": watch.step,
-                "advantages": advantage_BT[row, :length].tolist(),
-                "kl_weights": weight_BT[row, :length].tolist(),
-                "kept": kept_BT[row, :length].int().tolist(),
-            }
-            lines.append(orjson.dumps(orjson.loads(line) | credit).decode())
-        return lines
 
     def rows(self, watch: StepWatch) -> Sequence[Mapping[str, Any]]:
         """One row per completion for MLflow's table view."""
@@ -203,6 +169,42 @@ class Recorder:
                 entry["teacher_gap_per_token"] = orjson.dumps([round(g, 4) for g in gap_T.tolist()]).decode()
             rows.append(entry)
         return rows
+
+
+def rollout_lines(watch: StepWatch, tokenizer: Any) -> Sequence[str]:
+    """Record lines (design section 6), each with its step and the credit that the objective gave."""
+    rewards: dict[str, list[float | None]] = {}
+    if watch.rewards is not None:
+        for place, name in enumerate(watch.reward_names):
+            rewards[name] = [None if v != v else v for v in watch.rewards[:, place].tolist()]
+    advantage_BT = values(watch.assignment, watch.objective, ("policy",))
+    weight_BT = values(watch.assignment, watch.objective, ("kl",))
+    texts = Texts(
+        prompts=[shown(r.prompt) for r in watch.rollouts],
+        completions=[r.text for r in watch.rollouts],
+        tokens=[[tokenizer.decode([token]) for token in r.completion_ids] for r in watch.rollouts],
+        rewards=rewards,
+    )
+    written = record_lines(
+        watch.batch,
+        prompt_ids=[f"{watch.step}/{r.group}" for r in watch.rollouts],
+        response_ids=[f"{watch.step}/{r.group}/{r.position}" for r in watch.rollouts],
+        token_ids=[r.completion_ids for r in watch.rollouts],
+        texts=texts,
+        demonstration_logprob_BU=watch.demonstration_logprob_BU,
+    )
+    kept_BT = torch.stack([term.kept_BT for term in watch.assignment.terms]).any(0)
+    lines = []
+    for row, line in enumerate(written):
+        length = len(watch.rollouts[row].completion_ids)
+        credit = {
+            "step": watch.step,
+            "advantages": advantage_BT[row, :length].tolist(),
+            "kl_weights": weight_BT[row, :length].tolist(),
+            "kept": kept_BT[row, :length].int().tolist(),
+        }
+        lines.append(orjson.dumps(orjson.loads(line) | credit).decode())
+    return lines
 
 
 def shown(prompt: Any) -> str:
