@@ -150,6 +150,21 @@ def test_opdvr_fixture(file_of):
     assert advantages(one) == [pytest.approx([0.5, 0, 0, 0]), pytest.approx([0, -1, 0, -2.8])]
     assert [row["kept"] for row in one["responses"]] == [[1, 0, 0, 0], [0, 1, 0, 1]]
     assert one["loss"]["policy"] == pytest.approx((-0.5 + 1 + 2.8) / 8)
+    assert one["metrics"] == pytest.approx(
+        {
+            "gap/mean": -3.3 / 4,
+            "kept/outcome_agrees": 3 / 8,
+            "outcome/right": 0.5,
+            "raised/mean": 0.5,
+            "lowered/mean": -1.9,
+        }
+    )
+
+
+def test_a_clipped_gap_says_how_often_it_was_clipped(file_of):
+    one = explained(file_of(scored(1)), "opdvr", "ratio_clip=1")
+    assert one["metrics"]["gap/at_clip"] == 0.5
+    assert advantages(explained(file_of(scored(0)), "opdvr", "ratio_clip=1"))[0] == pytest.approx([0, -1, 0, -1])
 
 
 @pytest.mark.parametrize(("by_std", "right", "wrong"), [("false", 0.75, 0.25), ("true", 1.5, 0.5)])
@@ -491,7 +506,7 @@ def test_a_mixture_adds_weighted_credit_and_keeps_its_parts_apart(file_of):
     gap = [0.5, -1, 0, -2.8]
     expected = [[sign * 0.5 + 0.5 * x for x in gap] for sign in (1, -1)]
     assert advantages(one) == [pytest.approx(row) for row in expected]
-    assert one["metrics"].keys() == {"grpo/group_advantage/mean", "opd/gap/mean"}
+    assert one["metrics"].keys() == {"grpo/group_advantage/mean", "grpo/group_advantage/uniform", "opd/gap/mean"}
 
 
 def test_a_scheduled_weight_follows_the_step(file_of):

@@ -78,10 +78,21 @@ def keep_outcome_agreeing(
             candidate_BTK = credit.candidate_BTK * keep_BTK
             keep_BT = keep_BTK.any(-1)
             credit = replace(credit, candidate_BTK=candidate_BTK, signal_BT=candidate_BTK.sum(-1))
-        return close_gate(credit, batch, "outcome_agrees", keep_BT), state
+        credit = close_gate(credit, batch, "outcome_agrees", keep_BT)
+        return noting_outcome(credit, batch, outcome(batch, thr)), state
 
     needs = {"reward"} if truncated == "as_wrong" else {"reward", "truncated"}
     return Step("outcome_agrees", Phase.GATE, Phase.GATE, init=dict, apply=apply, needs=frozenset(needs))
+
+
+def noting_outcome(credit: Credit, batch: RolloutBatch, outcome_B: Float[Tensor, " B"]) -> Credit:
+    """Notes the share of right responses, and the mean of what is left of the signal in either direction."""
+    credit = credit.noting("outcome/right", (outcome_B > 0).sum(), (outcome_B != 0).sum())
+    kept_BT = credit.gate_BT & batch.mask_BT
+    for name, way_BT in (("raised/mean", credit.signal_BT > 0), ("lowered/mean", credit.signal_BT < 0)):
+        way_BT = way_BT & kept_BT
+        credit = credit.noting(name, credit.signal_BT[way_BT].sum(), way_BT.sum())
+    return credit
 
 
 def agrees_with(signal_BT: Float[Tensor, "B T"], reward_advantage_B: Float[Tensor, " B"]) -> Bool[Tensor, "B T"]:

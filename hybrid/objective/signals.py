@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hybrid.objective.groups import Scale, group_advantage, mixed
+from hybrid.objective.groups import Scale, group_advantage, group_uniform, mixed
 from hybrid.objective.schedules import Number, at
 from hybrid.objective.step import Phase, Signal, Step, signal
 from hybrid.types import Credit, RolloutBatch, State
@@ -27,6 +27,16 @@ def teacher_gap(
 def clipped(value: Float[Tensor, "*s"], bound: float | None) -> Float[Tensor, "*s"]:
     """The value within [-bound, bound]; as it is without a bound."""
     return value if bound is None else value.clamp(-bound, bound)
+
+
+def with_metric(step: Step, name: str, measure: Callable[[RolloutBatch], tuple[Tensor, Tensor]]) -> Step:
+    """A stateless step that also notes a metric of the batch, as a sum and a count."""
+
+    def apply(credit: Credit, batch: RolloutBatch, state: State) -> tuple[Credit, State]:
+        credit, state = step.apply(credit, batch, state)
+        return credit.noting(name, *measure(batch)), state
+
+    return step._replace(apply=apply)
 
 
 class RewardOf(NamedTuple):
@@ -48,7 +58,14 @@ def from_teacher_gap(*, scale: Number = 1.0, clip: float | None = None, view: st
         gap_BT = teacher_gap(scores.logprob_BT, batch.need("student_logprobs"))
         return Signal(at(scale, batch.step) * clipped(gap_BT, clip), scores.valid_BT)
 
-    return signal("gap", fn, needs=[f"scores.{view}", "student_logprobs"])
+    def at_clip(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        scores = batch.view(view)
+        use_BT = scores.valid_BT & batch.mask_BT
+        gap_BT = teacher_gap(scores.logprob_BT, batch.need("student_logprobs"))
+        return ((gap_BT.abs() >= (clip or torch.inf)) & use_BT).sum(), use_BT.sum()
+
+    step = signal("gap", fn, needs=[f"scores.{view}", "student_logprobs"])
+    return step if clip is None else with_metric(step, "gap/at_clip", at_clip)
 
 
 def from_group_advantage(
@@ -69,7 +86,12 @@ def from_group_advantage(
         known_BT = batch.mask_BT & mixed().test(batch)[:, None] if drop_uniform else batch.mask_BT
         return Signal(advantage_B[:, None].expand(batch.mask_BT.shape), known_BT)
 
-    return signal("group_advantage", fn, needs=sorted(reward.needs))
+    def uniform(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        uniform_B = group_uniform(batch.need("reward"), batch.group_B)
+        return uniform_B.sum(), torch.tensor(len(uniform_B))
+
+    step = signal("group_advantage", fn, needs=sorted(reward.needs))
+    return with_metric(step, "group_advantage/uniform", uniform)
 
 
 def candidate_weight(
