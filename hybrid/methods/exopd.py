@@ -26,9 +26,9 @@ class ExOpd(ClippedMethod):
     formula: ClassVar[str] = "A[i,t] = -(s - r - lam (t - r)),  s, t, r = log p of student, teacher, reference"
     paper: ClassVar[str] = "G-OPD / ExOPD (arXiv 2602.12125)"
     sources: ClassVar[Mapping[str, str]] = {
-        "lam": "methods_catalogue B3: G-OPD's code, ExOPD value 1.25",
-        "positive_only": "methods_catalogue B3: arXiv 2609.23377, expression ours",
-        "ratio_clip": "methods_catalogue B3: arXiv 2609.23377 clips at 5; G-OPD does not",
+        "lam": "RUCBM/G-OPD: 1.25 is ExOPD",
+        "positive_only": "arXiv 2609.23377, expression ours",
+        "ratio_clip": "arXiv 2609.23377 clips at 5; G-OPD does not",
         "clip_low": "PPO's 0.2",
         "clip_high": "PPO's 0.2",
     }

@@ -1,5 +1,11 @@
-"""Group-relative policy optimisation: reward alone, no teacher."""
+"""Group-relative policy optimisation: reward alone, no teacher.
 
+Differs from the paper (DeepSeekMath): the mean over all tokens of DAPO instead of a mean over responses of token
+means, as TRL's default is; no KL to a reference model; the deviation is the unbiased one, and eps is added to it, as
+in TRL.
+"""
+
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -20,6 +26,12 @@ class Grpo(MethodConfig):
     formula: ClassVar[str] = "A[i,t] = (R[i] - mean_g R) / (std_g R + eps);  loss = token mean of the clipped surrogate"
     paper: ClassVar[str] = "DeepSeekMath (arXiv 2402.03300); token mean as in DAPO (arXiv 2503.14476)"
     min_generations: ClassVar[int] = 2
+    sources: ClassVar[Mapping[str, str]] = {
+        "scale": "arXiv 2402.03300, section 4.1.1; TRL 1.16, scale_rewards",
+        "eps": "TRL 1.16",
+        "clip_low": "TRL 1.16, epsilon",
+        "clip_high": "TRL 1.16, epsilon",
+    }
 
     name: Literal["grpo"] = "grpo"
     scale: Scale = Field(

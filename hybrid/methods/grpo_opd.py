@@ -33,7 +33,7 @@ class GrpoOpd(ClippedMethod):
     )
     min_generations: ClassVar[int] = 2
     sources: ClassVar[Mapping[str, str]] = {
-        "combine": "peers.md section 2: slime, ms-swift and Tinker add advantages, verl adds losses",
+        "combine": "slime, ms-swift and Tinker add advantages, verl adds losses",
         "coef": "slime's --opd-kl-coef",
         "scale": "TRL 1.16",
         "eps": "TRL 1.16",

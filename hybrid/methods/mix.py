@@ -1,5 +1,10 @@
-"""A weighted sum of any methods: what makes a hybrid."""
+"""A weighted sum of any methods: what makes a hybrid.
 
+Each part keeps its own credit, mask, denominator and state, so that adding a part never changes the size of another's
+step. No paper: ours.
+"""
+
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -74,6 +79,8 @@ class Mix(MethodConfig):
 
     formula: ClassVar[str] = "L = sum_j weight_j(k) * L_j"
     paper: ClassVar[str] = "ours"
+
+    sources: ClassVar[Mapping[str, str]] = {"parts": "ours"}
 
     name: Literal["mix"] = "mix"
     parts: tuple[Part, ...] = Field(min_length=1, description="The methods and their weights.")

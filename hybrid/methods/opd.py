@@ -1,5 +1,11 @@
-"""On-policy distillation: the student learns from the teacher's opinion of the student's own text."""
+"""On-policy distillation: the student learns from the teacher's opinion of the student's own text.
 
+Differs from GKD: the student's text alone, no share of teacher text (mix it with `sft`); a top-k support has one
+bucket for the tail, for a truncated sum is no divergence and may be negative. k1 is a reward and never a loss, the
+divergences are losses and never rewards: the other way round their expected gradient is zero.
+"""
+
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -26,6 +32,18 @@ class Opd(MethodConfig):
         "reverse_kl: KL(pS || pT);  forward_kl: KL(pT || pS);  jsd: beta KL(pT || m) + (1 - beta) KL(pS || m)"
     )
     paper: ClassVar[str] = "GKD (arXiv 2306.13649); On-policy distillation, Thinking Machines (2025)"
+
+    sources: ClassVar[Mapping[str, str]] = {
+        "estimator": "k1: Thinking Machines (2025); k2, k3: Schulman (2020); the others: arXiv 2306.13649",
+        "use": "ours: what has no expected gradient is refused",
+        "top_k": "thunlp/OPD: 0 is the sampled token, 64 the usual support",
+        "support": "thunlp/OPD: LOG_PROB_TOP_K, only_stu",
+        "candidate_weight": "thunlp/OPD: student_p",
+        "beta": "arXiv 2306.13649, the generalised Jensen-Shannon divergence; 0.5 as in TRL",
+        "temperature": "VA-OPD and TRL compare at 1",
+        "ratio_clip": "ours; none there",
+        "reduction": "thunlp/OPD: token-mean",
+    }
 
     name: Literal["opd"] = "opd"
     estimator: Estimator = Field(default="k1", description="How the divergence from the teacher is measured.")

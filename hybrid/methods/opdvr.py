@@ -1,8 +1,13 @@
 """On-policy distillation with verifiable reward: distils only where outcome and teacher agree.
 
 Differs from the paper: the paper writes a sum over tokens; the authors' code, and our default, take the token mean.
+The paper does not say what becomes of truncated responses; `as_wrong` is what their code's verifier does. For GRPD
+the paper's formula (variant sign) and the authors' code (variant code, the default) are two methods; the published
+script divides by the deviation, which the README says the paper does not, and so neither do we by default. A bound on
+r, and u, are ours.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -28,6 +33,19 @@ class Opdvr(MethodConfig):
         "r[i,t] = log pT - log pS;  z[i] = +1 if R[i] > thr else -1;  A[i,t] = z[i] * ReLU(z[i] * r[i,t])"
     )
     paper: ClassVar[str] = "On-policy distillation with verifiable reward (arXiv 2608.24696)"
+
+    sources: ClassVar[Mapping[str, str]] = {
+        "thr": "LeapLabTHU/OPDVR, opdvr.sh and the authors' trainer",
+        "inverse": "LeapLabTHU/OPDVR, ablation_inverse_gated.sh",
+        "truncated": "ours; vanilla_opd as in R2-OPD (arXiv 2609.35517)",
+        "ratio_clip": "ours: r is unbounded in the paper",
+        "top_k": "thunlp/OPD, LOG_PROB_TOP_K; 64 in the paper's top-k baseline",
+        "candidate_weight": "thunlp/OPD, the authors' base framework",
+        "reduction": "token_mean: opdvr.sh; token_sum: the paper",
+        "clip_low": "thunlp/OPD, the authors' base framework",
+        "clip_high": "thunlp/OPD, the authors' base framework",
+        "dual_clip": "thunlp/OPD, the authors' base framework",
+    }
 
     name: Literal["opdvr"] = "opdvr"
     thr: float = Field(default=0.0, description="A reward above it is a right answer.")
@@ -78,6 +96,13 @@ class Grpd(Opdvr):
         "sign: A[i,t] = s ReLU(s r[i,t]), s = sign(a[i]), averaged 1/G 1/|o|"
     )
     min_generations: ClassVar[int] = 2
+
+    sources: ClassVar[Mapping[str, str]] = {
+        **Opdvr.sources,
+        "grpd_variant": "code: the authors' trainer; sign: the paper",
+        "norm_by_std": "README: false is the paper; grpd.sh ships true",
+        "u": "the authors' trainer: 0",
+    }
 
     name: Literal["grpd"] = "grpd"  # pyright: ignore[reportIncompatibleVariableOverride]
     grpd_variant: Literal["code", "sign"] = Field(

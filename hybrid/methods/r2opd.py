@@ -1,4 +1,7 @@
-"""Reward-aligned reweighting of on-policy distillation: OPDVR's gate made soft, with the total push kept."""
+"""Reward-aligned reweighting of on-policy distillation: OPDVR's gate made soft, with the total push kept.
+
+Differs from the paper: nothing known. The formula was read at one remove, in a note on the paper.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

@@ -1,8 +1,7 @@
 """On-policy distillation on a random first part of each response: the length-matched control for KAT.
 
-KAT keeps fewer tokens, and a random cut that keeps as few must do worse before its threshold can be given the credit
-(methods_core 5.7). Set `keep_share` to the share that KAT kept (its metric `kept/...`); the paper's runs give
-456/1013.
+KAT keeps fewer tokens, and a random cut that keeps as few must do worse before its threshold can be given the credit.
+Set `keep_share` to the share that KAT kept (its metric `kept/kl_trap`); the paper's runs give 456/1013.
 
 Differs from the paper: its random control was longer than KAT; this one takes the length as a setting. The cut is
 drawn from seed, step and the response itself, so that order, process count and a recorded run give the same cut.
@@ -31,11 +30,11 @@ class RandomCut(MethodConfig):
     )
     paper: ClassVar[str] = "the random control of KAT (arXiv 2606.09471), length-matched by us"
     sources: ClassVar[Mapping[str, str]] = {
-        "keep_share": "methods_core 5.7: 456 of 1013 tokens with the 1.7B student",
+        "keep_share": "arXiv 2606.09471, the 1.7B student: KAT kept 456 of 1013 tokens",
         "seed": "ours",
         "min_keep": "ours, as for KAT",
-        "top_k": "methods_core 5.4: top 64 and a tail",
-        "support": "methods_core 5.2, RECONSTRUCTED: whose top 64 is not stated",
+        "top_k": "arXiv 2606.09471: top 64 and a tail",
+        "support": "RECONSTRUCTED: whose top 64 is not stated",
     }
 
     name: Literal["random_cut"] = "random_cut"

@@ -21,7 +21,7 @@ from hybrid.objective.signals import from_group_advantage, from_teacher_gap
 from hybrid.objective.step import chain
 
 SELF_DECAY = 0.95
-"""Of the self-teacher's running mean: rate 0.05 (methods_core 2.2; TRL 1.16's SDPO)."""
+"""Of the self-teacher's running mean: rate 0.05 (TRL 1.16's SDPO)."""
 
 
 class Sdpo(ClippedMethod):

@@ -37,7 +37,7 @@ class Shaping(ClippedMethod):
     paper: ClassVar[str] = "ROLL (arXiv 2506.06122), on-policy distillation pipeline"
     min_generations: ClassVar[int] = 2
     sources: ClassVar[Mapping[str, str]] = {
-        "estimator": "peers.md section 2, form 3: ROLL",
+        "estimator": "return_to_go: ROLL; group: ours",
         "coef": "slime's --opd-kl-coef; ROLL has one per teacher",
         "scale": "ours: no division once the teacher is in",
         "ratio_clip": "ours; none there",

@@ -1,4 +1,7 @@
-"""SIPO's analytic arm: the reward's advantage, and beside it a divergence from the student under the right answer."""
+"""SIPO's analytic arm: the reward's advantage, and beside it a divergence from the student under the right answer.
+
+Differs from the authors' code: each of the two terms has its own denominator, counted over the whole batch.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

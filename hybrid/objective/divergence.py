@@ -4,7 +4,7 @@ With student p, teacher q and mixture m = beta * q + (1 - beta) * p:
 
     reverse_kl  KL(p || q)        forward_kl  KL(q || p)        jsd  beta * KL(q || m) + (1 - beta) * KL(p || m)
 
-A truncated top-k sum is not a divergence (it can be negative, pitfall 8); with the tail as one more outcome it is the
+A truncated top-k sum is not a divergence (it can be negative); with the tail as one more outcome it is the
 divergence of the coarsened distributions: non-negative, and at most the full one.
 """
 

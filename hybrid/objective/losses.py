@@ -2,7 +2,7 @@
 
 Each masks its own input before any `exp`, for padding may hold -inf, and 0 times inf is nan in the gradient.
 Three kinds of loss exist, after the three sums of design section 3: policy (S(ratio, A)), divergence (c * D) and
-likelihood (NLL). k1 is no loss here: its expected gradient is zero (pitfall 3).
+likelihood (NLL). k1 is no loss here: its expected gradient is zero.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class SampledDivergence:
 
     Reference:
       J. Schulman, Approximating KL divergence (2020). k2 has the gradient of the reverse KL on-policy; k3's descends
-      the forward KL (pitfall 3).
+      the forward KL.
     """
 
     estimator: Literal["k2", "k3"] = "k2"
