@@ -20,7 +20,7 @@ from hybrid.consistency import uses_teacher
 from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
 from hybrid.read_config import Problem, validated
-from hybrid.rewards import RewardFunction, build_rewards
+from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, training_prompts
 from hybrid.teacher_config import (
     LocalTeacherConfig,
@@ -94,24 +94,22 @@ class _Checker:
     def run(self) -> None:
         config = self.config
         rewards = self._try(("rewards",), lambda: build_rewards(config.rewards) if config.rewards else [])
-        rows = self._prompts(("data", "source"), config.data, lambda: training_prompts(config))
-        place: KeyPath = (
-            ("data", "source") if config.evaluate is None or config.evaluate.data is None else ("evaluate", "data")
-        )
+        wanted = [(column, f"the reward {reward.__name__}") for reward in rewards or [] for column in reward.columns]
+        student = self._tokenizer(("student", "model"), config.student.model)
+        source: KeyPath = ("data", "source")
+        everything = [*wanted, *self._columns_of_training()]
+        num_rows = self._look_at_prompts(source, config.data, lambda: training_prompts(config), everything, student)
+        if num_rows is not None and num_rows < config.train.prompts_per_step:
+            path: KeyPath = ("train", "prompts_per_step")
+            self._say("error", path, f"a step takes {config.train.prompts_per_step} prompts; the data has {num_rows}")
         asked = held_out(config)
-        held = None if asked is None else self._prompts(place, asked, lambda: held_out_prompts(config))
-        tokenizer = self._tokenizer(("student", "model"), config.student.model)
-        for key, found in ((("data", "source"), rows), (place, held)):
-            if found is not None:
-                self._try(key, lambda found=found: self._look_at_columns(found, rewards or []))
-                if tokenizer is not None:
-                    self._try(key, lambda found=found: self._look_at_lengths(found, tokenizer))
-        if rows is not None:
-            self._look_at_size(len(rows))
-        self._look_at_teachers(tokenizer)
-        self._look_at_engine()
-        if config.evaluate is None:
+        if asked is None or config.evaluate is None:
             self._say("warning", (), "nothing is evaluated on held-out prompts; `evaluate: {}` does it")
+        else:
+            source = source if config.evaluate.data is None else ("evaluate", "data")
+            self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
+        self._look_at_teachers(student)
+        self._look_at_engine()
 
     def ask_teachers(self) -> None:
         """Scores one sequence with the teacher, however it is reached."""
@@ -134,7 +132,9 @@ class _Checker:
         self._try(("teacher",), score)
 
     def _say(self, level: Literal["error", "warning", "fact"], path: KeyPath, message: str) -> None:
-        self.findings.append(Finding(level, Problem(self.document.place(path), dotted(path), message)))
+        finding = Finding(level, Problem(self.document.place(path), dotted(path), message))
+        if finding not in self.findings:
+            self.findings.append(finding)
 
     def _try(self, path: KeyPath, look: Callable[[], Any]) -> Any:
         """What `look` gives; its error, said, and None."""
@@ -144,21 +144,33 @@ class _Checker:
             self._say("error", path, str(error))
             return None
 
-    def _prompts(
-        self, path: KeyPath, source: DataConfig, load: Callable[[], datasets.Dataset | None]
-    ) -> datasets.Dataset | None:
+    def _look_at_prompts(
+        self,
+        path: KeyPath,
+        source: DataConfig,
+        load: Callable[[], datasets.Dataset | None],
+        columns: Sequence[tuple[str, str]],
+        tokenizer: Any,
+    ) -> int | None:
+        """Loads prompts, looks at their columns and lengths, and counts them; None where they cannot be loaded."""
         try:
-            return load()
+            rows = load()
+            assert rows is not None
+            has_columns(rows, columns)
+            if tokenizer is not None:
+                self._look_at_lengths(path, rows, tokenizer)
+            return len(rows)
         except DataError as error:
             if isinstance(source.source, str) and is_hub_name(source.source) and _is_unreachable(error):
-                self._say(
-                    "warning", path, f"'{source.source}' could not be looked at: the hub does not answer from here"
-                )
+                self._unreachable(path, source.source)
             else:
                 self._say("error", path, str(error))
         except HybridError as error:
             self._say("error", path, str(error))
         return None
+
+    def _unreachable(self, path: KeyPath, name: str) -> None:
+        self._say("warning", path, f"'{name}' could not be looked at: the hub does not answer from here")
 
     def _tokenizer(self, path: KeyPath, model: str) -> Any:
         if model.startswith(TINY):
@@ -168,29 +180,29 @@ class _Checker:
             return AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             if is_hub_name(model) and _is_unreachable(error):
-                self._say("warning", path, f"'{model}' could not be looked at: the hub does not answer from here")
+                self._unreachable(path, model)
             elif Path(model).is_dir():
                 self._say("error", path, f"the folder '{model}' holds no tokenizer: {_first_line(error)}")
             else:
                 self._say("error", path, f"there is no model '{model}', neither as a folder nor on the hub")
         return None
 
-    def _look_at_columns(self, rows: datasets.Dataset, rewards: Sequence[RewardFunction]) -> None:
-        wanted = [(column, f"the reward {reward.__name__}") for reward in rewards for column in reward.columns]
+    def _columns_of_training(self) -> list[tuple[str, str]]:
+        """Columns that methods and teachers read, each with who reads it."""
+        wanted = []
         for method in self.config.methods.values():
             needs = method.build().needs
             wanted += [(c, f"the method {method.name}") for c in ("demonstration", "teacher_accuracy") if c in needs]
-        if self.config.teacher is not None:
-            for teacher in teachers_of(self.config.teacher).values():
-                if teacher.context is not None and teacher.context.column is not None:
-                    wanted.append((teacher.context.column, "the teacher's context"))
-            if isinstance(self.config.teacher, RoutedTeacherConfig) and self.config.teacher.by is not None:
-                wanted.append((self.config.teacher.by, "the choice of the teacher"))
-        for column, who in wanted:
-            if column not in rows.column_names:
-                raise DataError(f"has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}")
+        if self.config.teacher is None:
+            return wanted
+        for teacher in teachers_of(self.config.teacher).values():
+            if teacher.context is not None and teacher.context.column is not None:
+                wanted.append((teacher.context.column, "the teacher's context"))
+        if isinstance(self.config.teacher, RoutedTeacherConfig) and self.config.teacher.by is not None:
+            wanted.append((self.config.teacher.by, "the choice of the teacher"))
+        return wanted
 
-    def _look_at_lengths(self, rows: datasets.Dataset, tokenizer: Any) -> None:
+    def _look_at_lengths(self, path: KeyPath, rows: datasets.Dataset, tokenizer: Any) -> None:
         train = self.config.train
         limit = train.max_prompt_length
         if limit is None:
@@ -203,7 +215,7 @@ class _Checker:
         longest = check_prompt_lengths(
             rows, tokenizer, limit, chat_template_kwargs=self.config.student.chat_template_kwargs
         )
-        self._say("fact", ("data",), f"{len(rows)} prompts of at most {longest} tokens")
+        self._say("fact", path, f"{len(rows)} prompts of at most {longest} tokens")
 
     def _context(self, tokenizer: Any) -> int:
         """Tokens that the student takes, prompt and completion together."""
@@ -212,13 +224,6 @@ class _Checker:
             text_config = AutoConfig.from_pretrained(self.config.student.model).get_text_config()
             known.append(int(getattr(text_config, "max_position_embeddings", None) or known[0]))
         return min(known)
-
-    def _look_at_size(self, num_rows: int) -> None:
-        wanted = self.config.train.prompts_per_step
-        if num_rows < wanted:
-            self._say(
-                "error", ("train", "prompts_per_step"), f"a step takes {wanted} prompts, and the data has {num_rows}"
-            )
 
     def _look_at_teachers(self, student: Any) -> None:
         if self.config.teacher is None:
@@ -245,6 +250,17 @@ class _Checker:
             self._say("error", ("engine", "config_file"), f"'{file}' cannot be read: {error.strerror}")
         except ValueError as error:
             self._say("error", ("engine", "config_file"), f"'{file}' is no JSON: {error}")
+
+
+def has_columns(rows: datasets.Dataset, wanted: Sequence[tuple[str, str]]) -> None:
+    """Makes sure that each wanted column is there.
+
+    Raises:
+      DataError: names the first that is not, and who wants it.
+    """
+    for column, who in wanted:
+        if column not in rows.column_names:
+            raise DataError(f"has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}")
 
 
 def same_tokenizer(student: Any, teacher: Any) -> None:

@@ -13,7 +13,7 @@ from hybrid.data import DataConfig, GymSource
 from hybrid.errors import ConfigError
 from hybrid.methods import Method, MethodConfig
 from hybrid.rewards import RewardConfig
-from hybrid.teacher_config import Dtype, Settings, TeacherConfig
+from hybrid.teacher_config import ContextTemplate, Dtype, Settings, TeacherConfig
 from hybrid.yaml_file import dump_yaml
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)]
@@ -33,6 +33,9 @@ def _samples(temperature: float) -> float:
             "train with samples, at a temperature above 0"
         )
     return temperature
+
+
+ContextName = Literal["reference_answer", "wrong_answer", "sibling_solution", "reflection", "hint", "instruction"]
 
 
 class LoraConfig(Settings):
@@ -64,6 +67,11 @@ class StudentConfig(Settings):
     lora: LoraConfig | None = Field(default=None, description="Train adapters only; null trains every weight.")
     chat_template_kwargs: Mapping[str, Any] = Field(
         default_factory=dict, description="Arguments of the chat template, e.g. `{enable_thinking: false}`."
+    )
+    contexts: Mapping[ContextName, ContextTemplate] = Field(
+        default_factory=dict,
+        description="Own words of the contexts under which a method lets the student teach itself, each a text that "
+        "ends with `{prompt}`; others have the wording of `teachers/contexts.py`.",
     )
 
 

@@ -165,14 +165,20 @@ def _measurements(
                 "`hybrid teacher demonstrate` and list it there",
             )
     if config.teacher is not None:
-        yield from _transport(config, path, name, objective)
-        yield from _alignment(config, path, name, objective)
+        if views:
+            yield from _transport(config, path, method, objective)
+            yield from _alignment(config, path, name, objective)
         yield from _own_opinion(config, path, name, views)
 
 
-def _transport(config: ExperimentConfig, path: KeyPath, name: str, objective: Objective) -> Iterator[Contradiction]:
+def _transport(
+    config: ExperimentConfig, path: KeyPath, method: MethodConfig, objective: Objective
+) -> Iterator[Contradiction]:
     """What a server or a recording cannot deliver."""
     assert config.teacher is not None
+    name = method.name
+    own = {view for view, spec in method.views.items() if spec.scorer == "self"}
+    divergences = [divergence for divergence in objective.divergences if divergence.view not in own]
     for teacher in teachers_of(config.teacher).values():
         if not isinstance(teacher, ServedTeacherConfig | RecordedTeacherConfig):
             continue
@@ -182,10 +188,10 @@ def _transport(config: ExperimentConfig, path: KeyPath, name: str, objective: Ob
             "its choices are: log-probs of the sampled tokens (opd with estimator k1, k2 or k3; opdvr; sipo), "
             "forward_kl on the teacher's own top_k (support: teacher), or a local teacher"
         )
-        for divergence in objective.divergences:
+        for divergence in divergences:
             if divergence.support == "full":
                 yield path, f"{name} needs full distributions for {divergence.kind}, which {who} cannot give; {choices}"
-            elif divergence.support == "student" and not can_choose:
+            elif divergence.support in ("student", "union") and not can_choose:
                 yield (
                     path,
                     f"{name} needs {divergence.kind} on the student's top {divergence.top_k}, which {who} cannot give "
@@ -197,7 +203,7 @@ def _transport(config: ExperimentConfig, path: KeyPath, name: str, objective: Ob
                     f"{name} needs {divergence.kind}, whose support is the student's, and {who} answers with the "
                     f"teacher's top {divergence.top_k}; {choices}",
                 )
-        if not objective.divergences and "scores.student.top" in objective.needs and not can_choose:
+        if not divergences and "scores.student.top" in objective.needs and not can_choose:
             yield (
                 path,
                 f"{name} needs the teacher's scores of the student's own top_k, which {who} cannot give unless it "

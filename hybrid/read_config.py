@@ -35,6 +35,10 @@ _PLAIN: Mapping[str, str] = types.MappingProxyType(
 )
 
 
+_OF_CLASS = frozenset({"model_type", "model_attributes_type", "dataclass_type"})
+_OF_TYPE = _OF_CLASS | frozenset(_PLAIN)
+
+
 @dataclass(frozen=True, order=True)
 class Problem:
     """One thing that is wrong with an experiment file.
@@ -98,7 +102,7 @@ def problems_of(error: ValidationError, document: Document) -> list[Problem]:
         if deeper and len(group[0][0]) > len(path) and group[0][1]["type"] not in ("missing", "extra_forbidden"):
             continue  # the value is meant as another member of a union, whose errors lie below
         # a union member whose type fits and whose value does not says more than those whose type does not fit
-        telling = [pair for pair in group if pair[1]["type"] not in _PLAIN] or group
+        telling = [pair for pair in group if pair[1]["type"] not in _OF_TYPE] or group
         messages = dict.fromkeys(_message(loc, details) for loc, details in telling)
         loc, details = telling[0]
         shown = _shown(loc, path, document.values)
@@ -160,7 +164,7 @@ def _message(loc: KeyPath, details: pydantic_core.ErrorDetails) -> str:
         return f"there is no '{context['tag']}'{_near(context['tag'], sorted(_list_of(context)))}"
     if kind == "literal_error":
         return f"should be {context['expected']}"
-    if kind in ("model_type", "model_attributes_type", "dataclass_type"):
+    if kind in _OF_CLASS:
         return f"should be a mapping with {', '.join(_fields_at(loc))}"
     if kind == "value_error":
         return str(context["error"])

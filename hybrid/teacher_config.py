@@ -32,6 +32,15 @@ def _is_address(url: str) -> str:
 
 Address = Annotated[str, AfterValidator(_is_address)]
 
+
+def _ends_with_prompt(template: str) -> str:
+    if template.count("{prompt}") != 1 or not template.rstrip().endswith("{prompt}"):
+        raise ValueError("must end with {prompt}, so that both sides continue the same text")
+    return template
+
+
+ContextTemplate = Annotated[str, AfterValidator(_ends_with_prompt)]
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -52,7 +61,7 @@ class ContextConfig(Settings):
         "response that was right; `reflection`: one that was wrong, to be corrected; `hint` and `instruction`: "
         "the text of that column; `degraded`: images or text with their detail gone; `column`: another prompt."
     )
-    template: str | None = Field(
+    template: ContextTemplate | None = Field(
         default=None,
         description="Own words: a text that ends with `{prompt}`, with `{answer}`, `{solution}`, `{attempt}` or any "
         "column in braces before it.",
@@ -70,8 +79,6 @@ class ContextConfig(Settings):
             raise ValueError(f"ratio belongs to the kind degraded; the kind is {self.kind}")
         if self.template is not None and self.kind in ("degraded", "column"):
             raise ValueError(f"template is a text before the prompt, which the kind {self.kind} has not")
-        if self.template is not None and not self.template.rstrip().endswith("{prompt}"):
-            raise ValueError("template must end with {prompt}, so that student and teacher continue the same text")
         if self.kind == "column" and self.column is None:
             raise ValueError("name the column that holds the teacher's prompt: column: NAME")
         return self
