@@ -105,7 +105,7 @@ class _Checker:
         asked = held_out(config)
         if asked is None or config.evaluate is None:
             self._say("warning", (), "nothing is evaluated on held-out prompts; `evaluate: {}` does it")
-        else:
+        elif num_rows is not None or config.evaluate.data is not None:
             source = source if config.evaluate.data is None else ("evaluate", "data")
             self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
         self._look_at_teachers(student)
@@ -122,8 +122,14 @@ class _Checker:
         def score() -> None:
             with (
                 tempfile.TemporaryDirectory() as folder,
-                teacher_of(config.teacher, temperature=config.train.temperature, folder=Path(folder)) as teacher,
+                teacher_of(
+                    config.teacher,
+                    temperature=config.train.temperature,
+                    folder=Path(folder),
+                    student=config.student.model,
+                ) as taught,
             ):
+                teacher = getattr(taught, "teacher", taught)
                 scores = teacher.score([Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9))])
             self._say(
                 "fact", ("teacher",), f"scored two tokens: {[round(x, 3) for x in scores.logprob_BT[0].tolist()]}"

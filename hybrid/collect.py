@@ -7,6 +7,7 @@ batch of its own rows. Contexts that need siblings see the rows of every process
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -380,7 +381,7 @@ def scorers_of(teacher: Any, temperature: float) -> dict[str, Scorer]:
     if isinstance(teacher, Mapping):
         return dict(teacher)
     if isinstance(teacher, str | os.PathLike):
-        teacher = LocalTeacher.load(teacher, temperature=temperature)
+        teacher = LocalTeacher.load(Path(teacher), temperature=temperature)
     elif isinstance(teacher, torch.nn.Module):
         teacher = LocalTeacher(teacher, None, temperature=temperature)
     if not isinstance(teacher, Teacher):

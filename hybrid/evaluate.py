@@ -120,7 +120,7 @@ def evaluate(
     """
     if len(prompts) == 0:
         raise DataError("the held-out set is empty; evaluate.prompts or evaluate.data must leave at least one prompt")
-    rows = [row for row in prompts for _ in range(sampling.samples)]
+    rows = [dict(row) for row in prompts for _ in range(sampling.samples)]  # pyright: ignore[reportArgumentType, reportCallIssue]
     was_training = model.training
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []

@@ -81,7 +81,11 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
         (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         with (
             teacher_of(
-                config.teacher, temperature=config.train.temperature, folder=folder, progress=bars.advance
+                config.teacher,
+                temperature=config.train.temperature,
+                folder=folder,
+                student=student,
+                progress=bars.advance,
             ) as teacher,
             open_parent(config, folder) as parent,
         ):
@@ -271,7 +275,12 @@ def build_trainer(
         from peft import LoraConfig
 
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        peft = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
+        peft = LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=lora.dropout,
+            target_modules=targets,
+        )
     trainer = HybridTrainer(
         model,
         method=method,
@@ -304,7 +313,7 @@ def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device), tokenizer
+    return model.to(torch.device(device)), tokenizer
 
 
 def evaluator(setting: Setting, label: str, model: Any, tokenizer: Any) -> Any:

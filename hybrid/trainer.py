@@ -69,7 +69,8 @@ class HybridConfig(GRPOConfig):
             self.report_to = "none"
         if self.gradient_checkpointing is not None and self.activation_checkpointing is None:
             # TRL sets the old name by default, of which transformers warns on every run.
-            self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.gradient_checkpointing = None  # pyright: ignore[reportAttributeAccessIssue]
         single = self.num_generations == 1
         if single:
             # TRL refuses one generation because its advantage needs two; the methods say themselves what they need.
@@ -129,6 +130,12 @@ class HybridTrainer(GRPOTrainer):
       ...                         args=HybridConfig("out"), train_dataset=prompts)
       >>> trainer.train()
     """
+
+    # The parent's attributes, whose types transformers leaves open.
+    args: HybridConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: Any
+    accelerator: Any
+    _tokenizer: Any
 
     def __init__(
         self,
@@ -203,7 +210,9 @@ class HybridTrainer(GRPOTrainer):
         if self.watch is not None and self.accelerator.is_main_process and self.model.training:
             names = list(self.reward_func_names) if self.rewarded else []
             rewards = captured["rewards"] if self.rewarded else None
-            self.watch(StepWatch(batch.step, whole, assignment, self.objective, before, everyone, rewards, names, texts))
+            self.watch(
+                StepWatch(batch.step, whole, assignment, self.objective, before, everyone, rewards, names, texts)
+            )
         self._generation = self._local(assignment, batch, scored, out)
         out["hybrid_row"] = torch.arange(len(own), device=out["completion_ids"].device)
         return out

@@ -92,6 +92,21 @@ class Writer:
         return self.judge(rollout.text)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taught:
+    """A teacher with the context and the prompt style that an experiment gives it.
+
+    Attributes:
+      teacher: who scores; None is the student itself, by the options of `spec`.
+      spec: the context, and which weights of the student.
+      style: how the teacher's prompts are rendered; None is like the student's.
+    """
+
+    teacher: Teacher | None
+    spec: ViewSpec
+    style: PromptStyle | None = None
+
+
 def column(rollout: Rollout, name: str) -> str:
     """A column's text.
 
@@ -335,12 +350,9 @@ def scorers_for(
         return selves[key]
 
     if isinstance(teacher, ViewSpec):
-        if teacher.context is None and teacher.options.get("sync", "live") == "live":
-            raise ConfigError(
-                "the teacher is the live student under its own prompt, so the distillation signal is identically zero; "
-                "give it a context, or sync: snapshot, ema or base"
-            )
-        given = {"teacher": Scorer(teacher=own(teacher.options), context=context_of(teacher, writer))}
+        teacher = Taught(teacher=None, spec=teacher)
+    if isinstance(teacher, Taught):
+        given = {"teacher": taught_scorer(teacher, writer, own)}
     elif not given:
         given = scorers_of(teacher, temperature)
     scorers = dict(given)
@@ -356,6 +368,25 @@ def scorers_for(
             base = given["teacher"]
             scorers[view] = replace(base, context=context_of(spec, writer) if spec.context else base.context)
     return scorers
+
+
+def taught_scorer(taught: Taught, writer: Writer, own: Callable[[Mapping[str, Any]], Teacher]) -> Scorer:
+    """A teacher under its experiment's context and prompt style.
+
+    Raises:
+      ConfigError: the live student under its own prompt, whose gap is zero everywhere.
+    """
+    spec, style = taught.spec, taught.style
+    if taught.teacher is None and spec.context is None and style is None and spec.options.get("sync", "live") == "live":
+        raise ConfigError(
+            "the teacher is the live student under its own prompt, so the distillation signal is identically zero; "
+            "give it a context, or sync: snapshot, ema or base"
+        )
+    written = writer if style is None else replace(writer, style=style)
+    context = context_of(spec, written)
+    if spec.context is None and style is not None:
+        context = block_context(written, lambda rollout, group: "")
+    return Scorer(teacher=taught.teacher or own(spec.options), context=context)
 
 
 def judge_of(rewards: Sequence[Any]) -> Judge | None:

@@ -59,6 +59,7 @@ class ServeConfig:
       start_timeout_s: seconds until it must score.
       log_file: where the server's output goes; None for a file that goes with the server.
       flags: further arguments of `vllm serve`, e.g. ("--tensor-parallel-size", "2").
+      gpus: the GPUs that the server sees, e.g. "6,7"; None leaves the environment as it is.
     """
 
     model: str
@@ -73,6 +74,7 @@ class ServeConfig:
     start_timeout_s: float = 900.0
     log_file: str | os.PathLike[str] | None = None
     flags: tuple[str, ...] = ()
+    gpus: str | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -171,6 +173,8 @@ def server_environment(config: ServeConfig, api_key: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
     environment.pop(KEY_ENV, None)
     environment |= {"VLLM_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if config.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = config.gpus
     if Path(config.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if not config.on_gpu:
