@@ -62,6 +62,16 @@ class LinkSettings:
     compress: bool | None
     teacher: str
 
+    @property
+    def wants_compression(self) -> bool:
+        """Whether replies shall be compressed."""
+        return self.compress if self.compress is not None else not self.is_local
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all replicas are on this machine."""
+        return all(is_loopback(url) for url in self.urls)
+
     def __repr__(self) -> str:
         """Without the key."""
         return f"LinkSettings(urls={self.urls}, teacher={self.teacher!r})"
@@ -128,6 +138,7 @@ class Reply:
       status: the HTTP status; 0 where none came.
       body: what came of the body, decompressed.
       broken: why the exchange ended before its end; None where it did not.
+      is_compressed: whether the body travelled compressed.
       wait_s: how long the server wants to be left alone.
     """
 
@@ -135,6 +146,7 @@ class Reply:
     status: int = 0
     body: bytes = b""
     broken: str | None = None
+    is_compressed: bool = False
     wait_s: float | None = None
 
 
@@ -157,6 +169,7 @@ class Link:
             async with session.request("GET" if body is None else "POST", url + path, data=body) as response:
                 reply.status = response.status
                 reply.wait_s = _seconds(response.headers.get("Retry-After"))
+                reply.is_compressed = "Content-Encoding" in response.headers
                 async for part in response.content.iter_any():
                     parts.append(part)  # noqa: PERF401 - a comprehension would lose what came before a break
         except TimeoutError:
@@ -172,8 +185,7 @@ class Link:
             headers = {"Content-Type": "application/json", "User-Agent": "hybrid-teacher"}
             if settings.api_key:
                 headers["Authorization"] = f"Bearer {settings.api_key}"
-            is_local = all(is_loopback(url) for url in settings.urls)
-            if not (settings.compress if settings.compress is not None else not is_local):
+            if not settings.wants_compression:
                 headers["Accept-Encoding"] = "identity"
             tls = ssl.create_default_context(cafile=settings.ca_file) if settings.ca_file else True
             connector = aiohttp.TCPConnector(limit=settings.connections, keepalive_timeout=KEEP_ALIVE_S, ssl=tls)
@@ -181,7 +193,7 @@ class Link:
                 connector=connector,
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
-                trust_env=not is_local,
+                trust_env=not settings.is_local,
             )
         return self._session
 

@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class ServerFacts:
       fingerprint: vLLM's hash of its configuration, the model's path included; None before vLLM had one.
       no_echo: why it cannot be asked by the streamed echo; None where it can.
       no_candidates: why it cannot score the student's candidates; None where it can.
+      compresses: replies are to be compressed, and it does so; vLLM leaves streams, and so the echo, uncompressed.
       probe_logprobs: log-probs of `PROBE`, by which a restarted server is known again.
     """
 
@@ -50,6 +51,7 @@ class ServerFacts:
     fingerprint: str | None
     no_echo: str | None
     no_candidates: str | None
+    compresses: bool
     probe_logprobs: tuple[float, ...]
 
 
@@ -62,7 +64,6 @@ class Replica:
     is_up: bool = False
     next_check_s: float = 0.0
     tokens_in_flight: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check_fingerprint(self, body: bytes) -> None:
         """Compares a reply's fingerprint with the one of the first meeting.
@@ -91,6 +92,7 @@ class Replicas:
           window: requests on their way at once, to all of them together.
         """
         self.slots = asyncio.Semaphore(window)
+        self._meeting = asyncio.Lock()
         self.link = link
         self.model = model
         self.name = link.settings.teacher
@@ -116,28 +118,40 @@ class Replicas:
         return min(up, key=lambda replica: replica.tokens_in_flight)
 
     async def meet_all(self) -> list[Replica]:
-        """Meets every replica that is not up, and returns those that then are.
+        """Meets the replicas where none is up, and returns those that then are.
 
         Raises:
           AskAgain: none answers.
           TeacherError: none that answers will do.
         """
-        errors: list[AskAgain | TeacherError] = []
+        async with self._meeting:  # whoever waited for it finds them met
+            up = [replica for replica in self.all if replica.is_up]
+            return up or await self._met()
 
-        async def attempt(replica: Replica) -> None:
+    async def _met(self) -> list[Replica]:
+        outcomes = await asyncio.gather(*(self._facts(replica.url) for replica in self.all), return_exceptions=True)
+        errors: list[BaseException] = []
+        for replica, outcome in zip(self.all, outcomes, strict=True):  # in their order: the first sets what is right
             try:
-                await self._meet(replica)
+                self._admit(replica, outcome)
             except (AskAgain, TeacherError) as error:
                 replica.next_check_s = time.monotonic() + RECHECK_S
                 errors.append(error)
-
-        await asyncio.gather(*(attempt(replica) for replica in self.all))
         up = [replica for replica in self.all if replica.is_up]
         if not up:
             raise next((error for error in errors if isinstance(error, AskAgain)), errors[0])
         for error in errors:
             log.warning("teacher %s goes on without a replica: %s", self.name, error)
         return up
+
+    def _admit(self, replica: Replica, facts: ServerFacts | BaseException) -> None:
+        if isinstance(facts, BaseException):
+            raise facts
+        known = replica.facts or next((other.facts for other in self.all if other.facts), None)
+        if known is not None:
+            self._check_same(facts, known)
+        replica.facts = facts
+        replica.is_up = True
 
     def _check_those_out(self) -> None:
         now = time.monotonic()
@@ -150,7 +164,7 @@ class Replicas:
 
     async def _check(self, replica: Replica) -> None:
         try:
-            await self._meet(replica)
+            self._admit(replica, await self._facts(replica.url))
         except (AskAgain, TeacherError) as error:
             log.warning("teacher %s: %s stays out: %s", self.name, replica.url, error)
         else:
@@ -163,17 +177,6 @@ class Replicas:
         if was_up:
             log.warning("teacher %s: %s is taken out: %s", self.name, replica.url, reason)
         return was_up
-
-    async def _meet(self, replica: Replica) -> None:
-        async with replica.lock:
-            if replica.is_up:
-                return
-            facts = await self._facts(replica.url)
-            known = replica.facts or next((other.facts for other in self.all if other.facts), None)
-            if known is not None:
-                self._check_same(facts, known)
-            replica.facts = facts
-            replica.is_up = True
 
     def _check_same(self, facts: ServerFacts, known: ServerFacts) -> None:
         difference = np.abs(np.subtract(facts.probe_logprobs, known.probe_logprobs)).mean()
@@ -197,12 +200,13 @@ class Replicas:
             if isinstance(error, TeacherError):
                 raise
             no_echo = f"{url} does not echo scores: {error}"
-            probe = await self._plain_probe(url, model)
+            probe, _ = await self._plain_probe(url, model)
         if np.isnan(probe.logprob_T).any():
             raise TeacherMismatch(
                 f"{url} answers a test sequence with values that are no log-probs ({dict(probe.flaws)}); serve without "
                 "--logprobs-mode raw_logits, and look for nan in the model's weights or dtype"
             )
+        compresses = self.link.settings.wants_compression and (await self._plain_probe(url, model))[1]
         fingerprint = _FINGERPRINT.search(echo.body)
         return ServerFacts(
             url=url,
@@ -213,13 +217,14 @@ class Replicas:
             fingerprint=fingerprint[1].decode() if fingerprint else None,
             no_echo=no_echo,
             no_candidates=await self._no_candidates(url, model, probe.logprob_T),
+            compresses=compresses,
             probe_logprobs=tuple(probe.logprob_T.tolist()),
         )
 
-    async def _plain_probe(self, url: str, model: str) -> RowScores:
+    async def _plain_probe(self, url: str, model: str) -> tuple[RowScores, bool]:
         reply = await self.link.exchange(url, "/v1/completions", wire.plain_body(model, [PROBE], 0))
         try:
-            return wire.read_plain(answer(reply)["choices"][0], PROBE, 0)
+            return wire.read_plain(answer(reply)["choices"][0], PROBE, 0), reply.is_compressed
         except (Refused, BadReply, KeyError, IndexError, TypeError) as error:
             raise TeacherMismatch(
                 f"{url} gives no prompt log-probs: {error}. Serve the teacher with vLLM 0.20 or later"

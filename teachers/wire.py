@@ -4,7 +4,8 @@ Three ways to ask, measured on vLLM 0.32 with 16 sequences of 200 tokens (`bench
 
 - *echo*: `/v1/completions`, streamed, `echo` with `max_tokens` 0. Each sequence comes back as an event of its own with
   flat arrays: half the bytes of `prompt_logprobs` at k >= 20 and about a quarter of the decoding time.
-- *plain*: `/v1/completions` with `prompt_logprobs`, an object of objects per position; for servers without the echo.
+- *plain*: `/v1/completions` with `prompt_logprobs`, an object of objects per position; for servers without the echo,
+  and for those that compress, which leave streams alone: compressed, this one is the smaller.
 - *candidates*: `/inference/v1/generate` with the student's ids; base64 .npy of the completion alone. It needs vLLM's V2
   model runner, so a GPU.
 

@@ -1,9 +1,17 @@
 """Shapes and types of the package are checked while its tests run; hypothesis repeats itself."""
 
+import os
+
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
 from tests import typechecks
+from tests.command_line import run_hybrid  # noqa: F401 - a fixture
+from tests.served import vllm_server  # noqa: F401 - a fixture
+
+# what the hub has is not asked in tests; `make test` says the same to the shell
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 install_import_hook("hybrid", f"{typechecks.__name__}.checked")
 
