@@ -137,10 +137,11 @@ class Toy:
         assert old_BT is not None
         top = batch.views["student"].top_logprob_BTK if "student" in batch.views else None
         kl_BT = batch.reverse_kl_BT if batch.reverse_kl_BT is not None else torch.ones_like(old_BT)
+        own_kl_BT = kl_BT.masked_fill(~batch.mask_BT, 0) * self.theta_BT.exp()
         return StudentPass(
             logprob_BT=old_BT + self.theta_BT,
             candidate_logprob_BTK=None if top is None else top + self.theta_BT[..., None],
-            divergence_BT={loss: kl_BT * self.theta_BT.exp() for loss in objective.divergences},
+            divergence_BT={loss: torch.where(batch.mask_BT, own_kl_BT, kl_BT) for loss in objective.divergences},
             demonstration_logprob_BU=self.phi_BU,
         )
 

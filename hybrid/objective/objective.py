@@ -238,11 +238,12 @@ def token_loss(term: Term, credit: TermCredit, batch: RolloutBatch, student: Stu
     if isinstance(loss, PolicyLoss):
         if credit.candidate_BTK is not None:
             return candidate_token_loss(loss, credit.candidate_BTK, batch, student)
-        old_BT = batch.need("student_logprobs")
+        old_BT = batch.need("student_logprobs").detach()
         return policy_token_loss(loss, credit.value_BT, student.logprob_BT, old_BT, batch.mask_BT)
     live_BT = credit.kept_BT
     if isinstance(loss, SampledDivergence):
-        value_BT = sampled_divergence(loss, student.logprob_BT, batch.view(loss.view).logprob_BT, live_BT)
+        teacher_BT = batch.view(loss.view).logprob_BT.detach()
+        value_BT = sampled_divergence(loss, student.logprob_BT, teacher_BT, live_BT)
     else:
         assert isinstance(loss, Divergence)
         value_BT = need_divergence(student, loss).masked_fill(~live_BT, 0)
@@ -257,7 +258,7 @@ def candidate_token_loss(
     assert old_BTK is not None
     assert student.candidate_logprob_BTK is not None
     live_BTK = (candidate_BTK != 0) & batch.mask_BT[..., None]
-    ratio_BTK = log_ratio(student.candidate_logprob_BTK, old_BTK, live_BTK).exp()
+    ratio_BTK = log_ratio(student.candidate_logprob_BTK, old_BTK.detach(), live_BTK).exp()
     return surrogate(candidate_BTK, ratio_BTK, loss).sum(-1)
 
 

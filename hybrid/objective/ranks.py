@@ -62,6 +62,6 @@ def top_share_per_response(
     score_BT: Float[Tensor, "B T"], use_BT: Bool[Tensor, "B T"], percent: float
 ) -> Bool[Tensor, "B T"]:
     """`top_share` within each response by itself."""
-    order_BT = score_BT.masked_fill(~use_BT, -torch.inf).argsort(-1, descending=True, stable=True).argsort(-1)
+    order_BT = score_BT.masked_fill(~use_BT, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(-1)
     num_kept_B1 = torch.ceil(use_BT.sum(-1, keepdim=True).double() * percent / 100)
     return use_BT & (order_BT < num_kept_B1)
