@@ -59,14 +59,15 @@ def add_distribution_head(model: nn.Module) -> None:
     Args:
       model: a causal language model with `base_model` and an output embedding; not the wrapper around it.
     """
-    inner_forward = model.forward
+    inner_forward: Any = model.forward
 
     @functools.wraps(inner_forward)
     def forward(*args: Any, distribution: Request | None = None, **kwargs: Any) -> Any:
         if distribution is None:
             return inner_forward(*args, **kwargs)
         kwargs.pop("labels", None)
-        hidden_BLH = model.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+        base: Any = model.base_model
+        hidden_BLH = base(*args, **kwargs, use_cache=False).last_hidden_state
         num_kept = distribution.target_BT.shape[1]
         return measure(hidden_BLH[:, -num_kept - 1 : -1], logit_head(model), distribution)
 
@@ -78,7 +79,8 @@ def measure(hidden_BTH: Float[Tensor, "B T H"], head: Head | TeacherHead, reques
 
     Returns:
       "logprobs" and "entropies" [B, T]; "divergence/i" [B, T] for each divergence; "support_logprobs" [B, T, K] of
-      the student on the support; "top_ids", "top_logprobs" and, with a full teacher, "teacher_top_logprobs" [B, T, num_top].
+      the student on the support; "top_ids", "top_logprobs" and, with a full teacher, "teacher_top_logprobs"
+      [B, T, num_top].
       All are 0 (ids -1, top log-probs -inf) where the mask is False.
     """
     mask_BT = request.mask_BT

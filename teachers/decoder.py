@@ -49,6 +49,7 @@ class Decoder:
         self.forward_module = model if forward_module is None else forward_module
         self.vocab_size = vocab_size
         self.is_whole: bool | None = None
+        self._kept: nn.Module | None = None
         core: Any = model
         if hasattr(core, "get_base_model"):
             core = core.get_base_model()
@@ -74,6 +75,13 @@ class Decoder:
         model: Any = self.model
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         return getattr(embeddings, "num_embeddings", None)
+
+    @property
+    def state_width(self) -> int:
+        """X, also before the first forward."""
+        if self.is_whole or self._lm_head is None:
+            return self.vocab_size or self.num_ids or 1
+        return self._lm_head.in_features
 
     @property
     def is_sharded(self) -> bool:
@@ -102,7 +110,7 @@ class Decoder:
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., V] at temperature 1 of states [..., X], in float32 (float64 where the states are).
 
-        Under ZeRO-3 a call outside `gathered` is a collective: every rank must make equally many.
+        Under ZeRO-3 a call outside `gathered` is a collective: every rank must make equally many. See `kept_head`.
         """
         if self.is_whole:
             logits = states
@@ -112,25 +120,33 @@ class Decoder:
         return logits if self.vocab_size is None else logits[..., : self.vocab_size]
 
     def kept_head(self) -> Callable[[Tensor], Tensor]:
-        """A `head` that stays as it is now while the model is trained, at the price of a copy of a trained head.
+        """A `head` that stays as it is now while the model is trained, and whose use is never a collective call.
 
-        Under ZeRO-3 the copy is whole on each rank, and using it is no collective call.
+        A head that is trained, or that ZeRO-3 spreads over ranks, is copied for it; a frozen one only once.
         """
-        if self.is_whole or self._lm_head is None or not any(p.requires_grad for p in self._lm_head.parameters()):
+        if self.is_whole or self._lm_head is None:
             return self.head
-        with self.gathered():
-            if any(hasattr(parameter, "ds_id") for parameter in self._lm_head.parameters()):
-                weight, has_bias = self._lm_head.weight, self._lm_head.bias is not None
-                kept = nn.Linear(weight.shape[1], weight.shape[0], has_bias, weight.device, weight.dtype)
-                kept.load_state_dict({name: p.detach() for name, p in self._lm_head.named_parameters()})
-            else:
-                kept = copy.deepcopy(self._lm_head)
-        kept.requires_grad_(False)
+        trained = any(p.requires_grad for p in self._lm_head.parameters())
+        spread = any(hasattr(p, "ds_id") for p in self._lm_head.parameters())
+        if not trained and not spread:
+            return self.head
+        kept = self._kept if self._kept is not None else self._copied_head(spread)
+        self._kept = None if trained else kept
 
         def head(states: Tensor) -> Tensor:
             return self._logits(states, kept)[..., : self.vocab_size]
 
         return head
+
+    def _copied_head(self, spread: bool) -> nn.Module:
+        with self.gathered():
+            if spread:
+                weight, has_bias = self._lm_head.weight, self._lm_head.bias is not None
+                kept = nn.Linear(weight.shape[1], weight.shape[0], has_bias, weight.device, weight.dtype)
+                kept.load_state_dict({name: p.detach() for name, p in self._lm_head.named_parameters()})
+            else:
+                kept = copy.deepcopy(self._lm_head)
+        return kept.requires_grad_(False)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

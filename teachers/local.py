@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,8 @@ class LocalTeacher:
     are, and [B, T, V] is never held: the head is applied to `chunk` positions at a time. Scores stand on the model's
     device.
 
-    Under DeepSpeed, pass the plain model and its prepared engine as `forward_module`. With ZeRO-3 `score` is then a
-    collective call (every rank makes it, with as many rows as it likes), and so is each use of `TeacherScores.head`.
+    Under DeepSpeed, pass the plain model and its prepared engine as `forward_module`, or call `shard` later. With
+    ZeRO-3 `score` is then a collective call: every rank makes it, with as many rows as it likes.
     """
 
     needs_extra_tokens = 0
@@ -171,6 +171,11 @@ class LocalTeacher:
         return self._open().max_length
 
     @property
+    def is_collective(self) -> bool:
+        """Whether every rank must ask together, if need be for no rows: ZeRO-3 spreads the weights."""
+        return self._open().decoder.is_sharded
+
+    @property
     def logit_width(self) -> int | None:
         """Ids that the model can be fed with, padding of the vocabulary included."""
         return self._open().decoder.num_ids
@@ -192,6 +197,22 @@ class LocalTeacher:
     def score(self, rows: Sequence[Row], want: Want = SAMPLED) -> TeacherScores:
         """Scores `rows`; see `teachers.protocol.Teacher` and `teachers.scoring.Scorer.score`."""
         return self._open().score(rows, want)
+
+    def shard(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Scores through a wrapper from now on, such as DeepSpeed's ZeRO-3 engine; a second call does nothing.
+
+        Args:
+          wrap: spreads the weights over the ranks, in place, and returns the module to call.
+        """
+        scorer = self._open()
+        if scorer.decoder.forward_module is scorer.model:
+            self._scorer = Scorer(
+                scorer.model,
+                self.settings,
+                name=self.name,
+                images=scorer.images,
+                forward_module=wrap(scorer.model),
+            )
 
     def close(self) -> None:
         """Lets go of the model."""

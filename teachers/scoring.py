@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from teachers.decoder import Decoder
@@ -107,7 +106,6 @@ class Scorer:
         name: str,
         images: ImageInputs | None = None,
         forward_module: nn.Module | None = None,
-        is_trained: bool = False,
     ):
         """Binds a model; nothing is computed yet.
 
@@ -117,10 +115,8 @@ class Scorer:
           name: the teacher's name, for messages.
           images: turns a row's pictures into tensors; None for a model of text.
           forward_module: see `Decoder`.
-          is_trained: the weights may change while scores are still in use, so the head of a distribution is copied.
         """
         self.model = model
-        self.is_trained = is_trained
         self.settings = settings
         self.name = name
         self.images = images
@@ -156,10 +152,9 @@ class Scorer:
                 num_positions += states_RLX.shape[0] * states_RLX.shape[1]
                 self._fill(sheet, states_RLX, _places(rows, batch, states_RLX.device))
         if sheet.logprob_BT is None:
-            sheet.open(self.decoder.device, torch.float32, 1, torch.float32)
+            sheet.open(self.decoder.device, torch.float32, self.decoder.state_width, torch.float32)
         assert sheet.logprob_BT is not None
         assert sheet.valid_BT is not None
-        head = self.decoder.kept_head if self.is_trained else lambda: self.decoder.head
         return TeacherScores(
             logprob_BT=sheet.logprob_BT,
             valid_BT=sheet.valid_BT,
@@ -167,9 +162,9 @@ class Scorer:
             top_ids_BTK=sheet.top_ids_BTK,
             top_logprob_BTK=sheet.top_logprob_BTK,
             hidden_BTH=sheet.hidden_BTX,
-            head=head() if want.distribution else None,
+            head=self.decoder.kept_head() if want.distribution else None,
             failures=failures,
-            stats={"rows": len(rows), "batches": len(batches), "positions": num_positions},
+            stats={"rows": float(len(rows)), "batches": float(len(batches)), "positions": float(num_positions)},
         )
 
     def _check(self, rows: Sequence[Row], want: Want, width: int) -> None:
@@ -279,13 +274,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _places(rows: Sequence[Row], batch: Sequence[int], device: torch.device) -> _Places:
     # token t of the completion is predicted at position len(prompt) + t - 1
-    table = [
-        (k, len(rows[i].prompt_ids) + t - 1, i, t, token)
-        for k, i in enumerate(batch)
-        for t, token in enumerate(rows[i].completion_ids)
-    ]
-    columns: Int[Tensor, "N 5"] = torch.tensor(table, dtype=torch.long, device=device).reshape(-1, 5)
-    return _Places(*columns.unbind(1))
+    length_R = torch.tensor([len(rows[i].completion_ids) for i in batch], dtype=torch.long)
+    start_R = torch.tensor([len(rows[i].prompt_ids) - 1 for i in batch], dtype=torch.long)
+    batch_row_N = torch.arange(len(batch)).repeat_interleave(length_R)
+    token_N = torch.arange(len(batch_row_N)) - (length_R.cumsum(0) - length_R)[batch_row_N]
+    target_N = torch.tensor([token for i in batch for token in rows[i].completion_ids], dtype=torch.long)
+    return _Places(
+        batch_row_N=batch_row_N.to(device),
+        position_N=(start_R[batch_row_N] + token_N).to(device),
+        row_N=torch.tensor(batch, dtype=torch.long)[batch_row_N].to(device),
+        token_N=token_N.to(device),
+        target_N=target_N.to(device),
+    )
 
 
 def _write(sheet: _Sheet, logits_NV: Tensor, places: _Places, part: slice) -> None:

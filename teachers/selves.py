@@ -58,14 +58,17 @@ class LiveTeacher:
         self.settings = ScoreSettings() if settings is None else settings
         self.model = model
         images = None if processor is None else ImageInputs.of(processor, model)
-        self._scorer = Scorer(
-            model, self.settings, name=name, images=images, forward_module=forward_module, is_trained=True
-        )
+        self._scorer = Scorer(model, self.settings, name=name, images=images, forward_module=forward_module)
 
     @property
     def max_model_len(self) -> int | None:
         """Longest prompt and completion together, in tokens."""
         return self._scorer.max_length
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether every rank must ask together, if need be for no rows: ZeRO-3 spreads the weights."""
+        return self._scorer.decoder.is_sharded
 
     @property
     def logit_width(self) -> int | None:
@@ -121,8 +124,8 @@ class _ShadowTeacher(LiveTeacher):
         self._step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights and the step that they belong to; under ZeRO-3 this rank's shards."""
-        return {"step": self._step, "weights": self._shadow.state_dict()}
+        """The weights and the step that they belong to; under ZeRO-3 this rank's shards, so each rank saves its own."""
+        return {"step": self._step, "shard": self._shadow.shard, "weights": self._shadow.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave.
@@ -130,7 +133,12 @@ class _ShadowTeacher(LiveTeacher):
         Raises:
           TeacherError: it belongs to another teacher or another model.
         """
-        _refuse_other(state, {"step", "weights"}, self.name)
+        _refuse_other(state, {"step", "shard", "weights"}, self.name)
+        if tuple(state["shard"]) != self._shadow.shard:
+            raise TeacherError(
+                f"teacher {self.name!r} was saved as shard {tuple(state['shard'])} (rank, ranks) and is loaded as "
+                f"{self._shadow.shard}; each rank loads its own, on as many ranks as before"
+            )
         self._shadow.load_state_dict(state["weights"])
         self._step = int(state["step"])
 
