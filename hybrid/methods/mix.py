@@ -1,7 +1,9 @@
 """A weighted sum of any methods: what makes a hybrid.
 
 Each part keeps its own credit, mask, denominator and state, so that adding a part never changes the size of another's
-step. No paper: ours.
+step.
+
+No paper: ours.
 """
 
 from collections.abc import Mapping
