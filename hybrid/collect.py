@@ -188,7 +188,7 @@ def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], wan
                 labels=labels,
             )
         )
-    if not rows and not getattr(scorer.teacher, "is_collective", False):
+    if not rows and not hasattr(scorer.teacher, "is_collective"):
         return nothing_scored(len(own), width, want)
     if want.candidates_BTK is not None:
         want = replace(want, candidates_BTK=want.candidates_BTK[picked])

@@ -5,7 +5,8 @@ Everything TRL's users know stays: `GRPOConfig` fields, reward functions, callba
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,17 +16,18 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
+from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from hybrid.collect import (
     Plan,
     Rollout,
-    Scorer,
     head_of,
     join,
     score_candidates,
     score_views,
+    scorers_of,
 )
 from hybrid.distributions import Request, add_distribution_head
 from hybrid.errors import ConfigError
@@ -49,6 +51,7 @@ from hybrid.objective.objective import Assignment, Objective
 from hybrid.student import measure_student
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
+from teachers.local import LocalTeacher
 
 STATE_FILE = "hybrid_state_rank{rank}.pt"
 
@@ -94,14 +97,19 @@ def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float]:  # TRL cal
 class AfterUpdate(TrainerCallback):
     """Tells self teachers (snapshots, running means) that the student has moved."""
 
-    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
-        """Takes the scorers whose teachers follow the student."""
-        self.teachers = {id(s.teacher): s.teacher for s in scorers.values() if hasattr(s.teacher, "after_update")}
+    def __init__(self, trainer: "HybridTrainer") -> None:
+        """Takes the trainer whose teachers follow the student."""
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The student is wrapped now, so teachers that share its weights can be."""
+        self.trainer.bind_teachers()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After each optimizer update."""
-        for teacher in self.teachers.values():
-            teacher.after_update(state.global_step)  # pyright: ignore[reportAttributeAccessIssue]
+        for teacher in {id(scorer.teacher): scorer.teacher for scorer in self.trainer.scorers.values()}.values():
+            if hasattr(teacher, "after_update"):
+                teacher.after_update(state.global_step)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class HybridTrainer(GRPOTrainer):
@@ -160,13 +168,17 @@ class HybridTrainer(GRPOTrainer):
         self.method_state = self.objective.init()
         self._captured: dict[str, Any] | None = None
         self._generation: Generation | None = None
+        self._evaluated: Generation | None = None
         self._request: Request | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
         super().__init__(model, reward_funcs=reward_funcs or no_reward, args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
         add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
-        self.scorers = scorers_for(
+        if isinstance(teacher, str | os.PathLike | torch.nn.Module):
+            teacher = scorers_of(teacher, self.temperature)
+        self._make_scorers = partial(
+            scorers_for,
             self.plan,
             getattr(self.method, "views", {}),
             teacher,
@@ -175,8 +187,10 @@ class HybridTrainer(GRPOTrainer):
             temperature=self.temperature,
             batch_size=args.per_device_train_batch_size,
         )
+        self.scorers = self._make_scorers()
+        self._bound = False
         check_scorers(self.method, self.plan, self.scorers)
-        self.add_callback(AfterUpdate(self.scorers))
+        self.add_callback(AfterUpdate(self))
         self._parent_term = parent_term(self.objective, args)
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
@@ -185,6 +199,31 @@ class HybridTrainer(GRPOTrainer):
         processor = self.processing_class if hasattr(self.processing_class, "image_processor") else None
         style = PromptStyle(arguments=self.chat_template_kwargs)
         return Writer(tokenizer=self._tokenizer, processor=processor, style=style, judge=judge_of(self.reward_funcs))
+
+    def bind_teachers(self) -> None:
+        """Under ZeRO-3, which spreads the weights when the training begins, lets teachers score through engines too.
+
+        Local teachers are sharded as the student is; self teachers are made again from the student's shards.
+        """
+        if self._bound:
+            return
+        self._bound = True
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is None or plugin.zero_stage != 3:
+            return
+        self.scorers = self._make_scorers(forward_module=self.model_wrapped)
+        for scorer in self.scorers.values():
+            if isinstance(scorer.teacher, LocalTeacher):
+                scorer.teacher.shard(partial(prepare_deepspeed, accelerator=self.accelerator))
+
+    @contextmanager
+    def generating(self) -> Iterator[Any]:
+        """The student as `generate` wants it, whole on every process whatever the engine; all processes enter."""
+        gather = self.args.ds3_gather_for_generation
+        with unwrap_model_for_generation(
+            self.model_wrapped, self.accelerator, gather_deepspeed3_params=gather
+        ) as unwrapped:
+            yield unwrapped
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +252,11 @@ class HybridTrainer(GRPOTrainer):
             self.watch(
                 StepWatch(batch.step, whole, assignment, self.objective, before, everyone, rewards, names, texts)
             )
-        self._generation = self._local(assignment, batch, scored, out)
+        generation = self._local(assignment, batch, scored, out)
+        if self.model.training:
+            self._generation = generation
+        else:
+            self._evaluated = generation
         out["hybrid_row"] = torch.arange(len(own), device=out["completion_ids"].device)
         return out
 
@@ -330,7 +373,7 @@ class HybridTrainer(GRPOTrainer):
         return self._pass["logprobs"], self._pass["entropies"].detach(), None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        generation = self._generation
+        generation = self._generation if self.model.training else self._evaluated
         assert generation is not None, "a generation batch was scored before its loss"
         rows = inputs["hybrid_row"]
         batch, assignment = generation.batch.rows(rows), rows_of(generation.assignment, rows)
@@ -458,6 +501,7 @@ class HybridTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        self.bind_teachers()
         if checkpoint is None:
             return
         path = os.path.join(checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))

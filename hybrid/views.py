@@ -300,11 +300,16 @@ def before_prompt(template: str) -> str:
 
 
 def self_teacher(
-    options: Mapping[str, Any], student: nn.Module, tokenizer: Any, processor: Any, settings: ScoreSettings
+    options: Mapping[str, Any],
+    student: nn.Module,
+    tokenizer: Any,
+    processor: Any,
+    settings: ScoreSettings,
+    forward_module: nn.Module | None = None,
 ) -> Teacher:
     """The student as its own teacher: live, a snapshot every N steps, a running mean, or without its adapter."""
     sync = options.get("sync", "live")
-    common = {"settings": settings, "processor": processor}
+    common: dict[str, Any] = {"settings": settings, "processor": processor, "forward_module": forward_module}
     if sync == "snapshot":
         return SnapshotTeacher(student, tokenizer, every=int(options.get("every") or 10), **common)
     if sync == "ema":
@@ -323,18 +328,20 @@ def scorers_for(
     writer: Writer,
     temperature: float,
     batch_size: int,
+    forward_module: nn.Module | None = None,
 ) -> dict[str, Scorer]:
     """A scorer for each view that the plan reads.
 
     Args:
       plan: of the objective.
       specs: how the method wants its views made; the others are the teacher under the student's own prompt.
-    return next((r.judged_answer for r in rewards if getattr(r, "judged_answer", None) is not None), None)
+      teacher: a teacher in any form that `HybridTrainer` takes,
         or scorers by view, which win over everything.
       student: the student's module, without wrappers.
       writer: of privileged prompts.
       temperature: at which log-probs are compared.
       batch_size: rows of one forward of a self teacher.
+      forward_module: the student as wrapped, where a self teacher's forward must go through the wrapper.
 
     Raises:
       ConfigError: a live self teacher under the student's own prompt, whose gap is zero everywhere.
@@ -346,7 +353,7 @@ def scorers_for(
     def own(options: Mapping[str, Any]) -> Teacher:
         key = tuple(options.get(name) for name in ("sync", "every", "decay"))
         if key not in selves:
-            selves[key] = self_teacher(options, student, writer.tokenizer, writer.processor, settings)
+            selves[key] = self_teacher(options, student, writer.tokenizer, writer.processor, settings, forward_module)
         return selves[key]
 
     if isinstance(teacher, ViewSpec):
