@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
+from pydantic import BaseModel
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hybrid.explain import Explanation
 from hybrid.explain_compare import agreements, differences, treatments
+from hybrid.methods.base import MethodConfig
+from hybrid.methods.mix import Mix
 from hybrid.records import Records
 
 STYLES: Mapping[str, str] = {
@@ -67,9 +70,23 @@ def explanation_table(one: Explanation, *, title: str | None = None) -> Renderab
 
 def changed_settings(one: Explanation) -> Text:
     """The settings that are not the method's defaults."""
-    changed = one.method.model_dump(mode="json", exclude_defaults=True)
-    changed.pop("name", None)
-    return Text(", ".join(f"{key}: {value}" for key, value in changed.items()) or "default settings")
+    return Text(changes(one.method) or "default settings")
+
+
+def changes(method: MethodConfig) -> str:
+    """The settings of a method that are not its defaults; the parts of a mixture with their weights."""
+    if isinstance(method, Mix):
+        return " + ".join(f"{brief(part.weight)} {part.method.name}({changes(part.method)})" for part in method.parts)
+    fields = type(method).model_fields.items()
+    changed = {key: getattr(method, key) for key, field in fields if getattr(method, key) != field.default}
+    return ", ".join(f"{key}: {brief(value)}" for key, value in changed.items() if key != "name")
+
+
+def brief(value: object) -> str:
+    """A setting's value in few letters."""
+    if isinstance(value, BaseModel):
+        return "{" + ", ".join(f"{key}: {item}" for key, item in value.model_dump().items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def reward_text(records: Records, row: int) -> str:

@@ -509,6 +509,21 @@ def test_a_mixture_adds_weighted_credit_and_keeps_its_parts_apart(file_of):
     assert one["metrics"].keys() == {"grpo/group_advantage/mean", "grpo/group_advantage/uniform", "opd/gap/mean"}
 
 
+def test_the_table_says_what_is_not_a_default(file_of):
+    parts = (
+        "parts=[{method: {name: grpo}}, {weight: {start: 1.0, end: 0.0, steps: 9}, method: {name: opd, ratio_clip: 2}}]"
+    )
+    for method, settings, words in (
+        ("opdvr", [], "default settings"),
+        ("opdvr", ["thr=0.5"], "thr: 0.5"),
+        ("mix", [parts], "1 grpo() + {start: 1.0, end: 0.0, steps: 9, shape: linear} opd(ratio_clip: 2)"),
+    ):
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(run_explain(file_of(scored(1)), method, settings, 0, None, False, None, None))
+        assert words in captured.get()
+
+
 def test_a_scheduled_weight_follows_the_step(file_of):
     parts = "parts=[{weight: {start: 1.0, end: 0.0, steps: 10}, method: {name: opd}}]"
     for step, weight in ((0, 1.0), (5, 0.5), (20, 0.0)):
@@ -558,8 +573,8 @@ def test_a_step_is_not_negative(file_of):
 
 def test_a_result_that_is_no_number_is_an_error(file_of):
     far = scored(1, scores={"teacher": {"logprobs": [-1e305] * 4}}, current_logprobs=[19] * 4)
-    with pytest.raises(HybridError, match=r"the policy loss of opd is inf; look for extreme log-probs"):
-        ask(file_of(far), "opd")
+    with pytest.raises(HybridError, match=r"the policy loss of grpo_opd is inf; look for extreme log-probs"):
+        ask(file_of(far), "grpo_opd")
     farther = scored(1, scores={"teacher": {"logprobs": [1.7e308] * 4}}, student_logprobs=[-1.7e308] * 4)
     with pytest.raises(HybridError, match=r"signal 'gap' must be finite where it is known; got inf"):
         ask(file_of(farther), "opd")
