@@ -61,7 +61,7 @@ class CachedTeacher:
             if key not in lines:
                 first.setdefault(key, i)
         failures: dict[str, str] = {}
-        stats: dict[str, float] = {"cache_hits": len(lines), "cache_misses": len(first)}
+        stats: dict[str, float] = {"cache_hits": float(len(lines)), "cache_misses": float(len(first))}
         if first:
             fresh, failures, cost = self._ask([(asked[i], rows[i], i) for i in first.values()], want)
             lines |= fresh

@@ -71,7 +71,7 @@ class RecordedTeacher:
                 "that it was made from: replay those, or record these with a CachedTeacher"
             )
         records = [orjson.loads(lines[question.key]) for question in asked]
-        return to_scores(records, rows, want, {}, {"rows": len(rows)})
+        return to_scores(records, rows, want, {}, {"rows": float(len(rows))})
 
     def close(self) -> None:
         """Lets go of the recording."""

@@ -40,6 +40,13 @@ class ShadowWeights:
                 raise TeacherError(f"weight {name!r} has no elements; make this teacher from the gathered model")
         self._values = {name: _fine(_held(p)) for name, p in self._parameters.items()}
 
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Which part of the weights this is: (rank, number of ranks) under ZeRO-3, else (0, 1)."""
+        if not any(hasattr(parameter, "ds_id") for parameter in self._parameters.values()):
+            return (0, 1)
+        return (torch.distributed.get_rank(), torch.distributed.get_world_size())
+
     def copy(self) -> None:
         """Takes the model's present values."""
         self.average(0.0)

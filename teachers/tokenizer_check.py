@@ -47,7 +47,7 @@ def _contents(student: Any, teacher: Any) -> Finding:
         "of one mean something else to the other"
     )
     own, other = student.get_vocab(), teacher.get_vocab()
-    for token in sorted(own.keys() | other.keys(), key=lambda t: min(own.get(t, 1 << 60), other.get(t, 1 << 60))):
+    for token in sorted(own.keys() | other.keys(), key=lambda t: (min(own.get(t, 1 << 60), other.get(t, 1 << 60)), t)):
         if own.get(token) != other.get(token):
             return failed(
                 "tokenizer",

@@ -208,7 +208,7 @@ def test_a_ratio_means_what_it_says_in_decimal():
     degraded = np.asarray(degraded_image(image, ratio=0.29))
     assert len({row.tobytes() for row in degraded}) == 29
     with pytest.raises(TeacherError, match=r"ratio must be in \(0, 1\]; got 0"):
-        degraded_image(image, ratio=0)
+        degraded_image(image, ratio=0.0)
 
 
 def test_degraded_text_keeps_a_share_of_the_words_and_all_white_space():
@@ -221,7 +221,7 @@ def test_degraded_text_keeps_a_share_of_the_words_and_all_white_space():
     assert sum(word != "_" for word in degraded_text(text, ratio=0.01).split()) == 1
     assert degraded_text("  ", ratio=0.5) == "  "
     with pytest.raises(TeacherError, match=r"ratio must be in \(0, 1\]; got 2"):
-        degraded_text(text, ratio=2)
+        degraded_text(text, ratio=2.0)
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)

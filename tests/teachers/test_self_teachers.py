@@ -222,10 +222,13 @@ def test_what_a_self_teacher_cannot_do_is_refused_by_name(make_qwen):
         SnapshotTeacher(model, every=0)
     with pytest.raises(TeacherError, match=r"decay must be in \[0, 1\); got 1"):
         EmaTeacher(model, decay=1.0)
-    with pytest.raises(TeacherError, match=r"holds \['step', 'weights'\] for teacher 'self'"):
+    with pytest.raises(TeacherError, match=r"holds \['shard', 'step', 'weights'\] for teacher 'self'"):
         LiveTeacher(model).load_state_dict(EmaTeacher(model, decay=0.5).state_dict())
     with pytest.raises(TeacherError, match=r"holds \[\] for teacher 'ema'"):
         EmaTeacher(model, decay=0.5).load_state_dict({})
+    elsewhere = EmaTeacher(model, decay=0.5).state_dict() | {"shard": (1, 2)}
+    with pytest.raises(TeacherError, match=r"was saved as shard \(1, 2\) \(rank, ranks\) and is loaded as \(0, 1\)"):
+        EmaTeacher(model, decay=0.5).load_state_dict(elsewhere)
     smaller: Any = make_qwen(vocab_size=60)
     with pytest.raises(
         TeacherError, match=r"'model\.embed_tokens\.weight' of the saved teacher has shape \(60, 32\), here it is"
