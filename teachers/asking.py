@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from teachers.errors import TeacherCannot, TeacherError, TeacherMismatch
 from teachers.protocol import Row, Want
 from teachers.scores import TeacherScores
 from teachers.wire import Ask, RowScores
@@ -39,6 +40,43 @@ class Run:
     def count(self, name: str, number: float = 1) -> None:
         """Adds to a figure of `TeacherScores.stats`."""
         self.stats[name] = self.stats.get(name, 0) + number
+
+
+def check_rows(name: str, rows: Sequence[Row], want: Want, vocab_size: int | None) -> None:
+    """Refuses what a served teacher cannot be asked, before anything is sent.
+
+    Raises:
+      TeacherCannot: whole distributions, or images.
+      TeacherMismatch: an empty prompt, or an id at or over `vocab_size`.
+      TeacherError: two supports at once, or candidates of another shape than the rows.
+    """
+    if want.distribution:
+        raise TeacherCannot(
+            f"teacher {name!r} is served over HTTP, which cannot carry whole distributions; use a local "
+            "teacher, or a method on sampled tokens or top_k"
+        )
+    if want.top_k and want.candidates_BTK is not None:
+        raise TeacherError("ask for the teacher's top_k or for the student's candidates, not for both at once")
+    width = max((len(row.completion_ids) for row in rows), default=0)
+    shape = None if want.candidates_BTK is None else tuple(want.candidates_BTK.shape)
+    if shape is not None and (shape[0] != len(rows) or shape[1] < width):
+        raise TeacherError(
+            f"candidates_BTK has shape {shape}; it needs {len(rows)} rows of at least {width} tokens, one for each "
+            "completion"
+        )
+    for i, row in enumerate(rows):
+        if row.images:
+            raise TeacherCannot(f"row {i} has images, which a served teacher is not sent; use a local teacher")
+        if not row.prompt_ids:
+            raise TeacherMismatch(
+                f"row {i} has an empty prompt, so nothing predicts its first token; begin it with the BOS id"
+            )
+        largest = max((*row.prompt_ids, *row.completion_ids))
+        if vocab_size is not None and largest >= vocab_size:
+            raise TeacherMismatch(
+                f"row {i} has id {largest}, and teacher {name!r} knows {vocab_size} ids; give a "
+                "teacher of the student's vocabulary"
+            )
 
 
 def unique_asks(rows: Sequence[Row], want: Want) -> tuple[list[Ask], list[int | None]]:

@@ -29,7 +29,7 @@ def _die_with_parent() -> None:
     )  # vLLM ends its engines on it, which a SIGKILL would leave
 
 
-def end_group(child: "subprocess.Popen[bytes]", grace_s: float = GRACE_S) -> None:
+def end_group(child: subprocess.Popen, grace_s: float = GRACE_S) -> None:
     """Ends the child and its process group: SIGTERM, and SIGKILL to whatever is left after `grace_s` seconds."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)

@@ -51,6 +51,8 @@ class ServeConfig:
       python: an interpreter that has vLLM; None for the one in the environment variable HYBRID_VLLM_PYTHON, else the
         one behind the `vllm` command.
       device: "cuda", "cpu", or "auto" for the first where there is a GPU.
+      gpus: the GPUs that it may use, e.g. "6,7"; several share the model. None for the machine's first, or for what
+        `flags` say.
       port: 0 takes a free one.
       max_model_len: prompt, completion and one token more; None for the model's own.
       max_logprobs: the largest top_k that a method asks for.
@@ -66,6 +68,7 @@ class ServeConfig:
     served_name: str | None = None
     python: str | None = None
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    gpus: str | None = None
     port: int = 0
     max_model_len: int | None = None
     max_logprobs: int = 20
@@ -161,6 +164,8 @@ def server_command(config: ServeConfig, *, port: int, python: str, version: tupl
         command += ["--served-model-name", config.served_name]
     if config.max_model_len is not None:
         command += ["--max-model-len", str(config.max_model_len)]
+    if config.gpus is not None and "," in config.gpus:
+        command += ["--tensor-parallel-size", str(len(config.gpus.split(",")))]
     if version >= _SCALE_OUT_SINCE:
         command += ["--enable-scale-out"]  # scoring of the student's candidates, where the model runner can
     if config.compress:
@@ -177,6 +182,8 @@ def server_environment(config: ServeConfig, api_key: str) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = config.gpus
     if Path(config.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
+    if config.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = config.gpus
     if not config.on_gpu:
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is half of the memory
     return environment

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self
 
 from teachers import wire
-from teachers.asking import Run, assembled, unique_asks
+from teachers.asking import Run, assembled, check_rows, unique_asks
 from teachers.errors import TeacherCannot, TeacherError, TeacherMismatch, TeacherUnavailable
 from teachers.link import AskAgain, Link, LinkSettings, Refused, answer, checked_urls, read_api_key, stream
 from teachers.protocol import SAMPLED, Row, Want
@@ -27,6 +27,9 @@ MAX_BACKOFF_S = 30.0
 
 class VllmTeacher:
     """Scores completions with a served model; see `teachers.protocol.Teacher`."""
+
+    needs_extra_tokens = 1
+    """A server generates one token after each row that it scores."""
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class VllmTeacher:
         Raises:
           As `score`; what the servers answer is raised by the future's `result`.
         """
-        self._check(rows, want)
+        check_rows(self.name, rows, want, self._vocab_size)
         return asyncio.run_coroutine_threadsafe(self._score(tuple(rows), want), self._started())
 
     def facts(self) -> list[ServerFacts]:
@@ -189,35 +192,6 @@ class VllmTeacher:
         except (AskAgain, TimeoutError) as error:
             raise self._unavailable(str(error) or "no answer in time") from None
         return [replica.facts for replica in up if replica.facts is not None]
-
-    def _check(self, rows: Sequence[Row], want: Want) -> None:
-        if want.distribution:
-            raise TeacherCannot(
-                f"teacher {self.name!r} is served over HTTP, which cannot carry whole distributions; use a local "
-                "teacher, or a method on sampled tokens or top_k"
-            )
-        if want.top_k and want.candidates_BTK is not None:
-            raise TeacherError("ask for the teacher's top_k or for the student's candidates, not for both at once")
-        width = max((len(row.completion_ids) for row in rows), default=0)
-        shape = None if want.candidates_BTK is None else tuple(want.candidates_BTK.shape)
-        if shape is not None and (shape[0] != len(rows) or shape[1] < width):
-            raise TeacherError(
-                f"candidates_BTK has shape {shape}; it needs {len(rows)} rows of at least {width} tokens, one for each "
-                "completion"
-            )
-        for i, row in enumerate(rows):
-            if row.images:
-                raise TeacherCannot(f"row {i} has images, which a served teacher is not sent; use a local teacher")
-            if not row.prompt_ids:
-                raise TeacherMismatch(
-                    f"row {i} has an empty prompt, so nothing predicts its first token; begin it with the BOS id"
-                )
-            largest = max((*row.prompt_ids, *row.completion_ids))
-            if self._vocab_size is not None and largest >= self._vocab_size:
-                raise TeacherMismatch(
-                    f"row {i} has id {largest}, and teacher {self.name!r} knows {self._vocab_size} ids; give a "
-                    "teacher of the student's vocabulary"
-                )
 
     async def _score(self, rows: tuple[Row, ...], want: Want) -> TeacherScores:
         asks, owner_B = unique_asks(rows, want)
