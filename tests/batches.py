@@ -56,8 +56,8 @@ def support(generator: torch.Generator, valid_BT: Tensor, num_top: int, ids_BTK:
 def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, width: int = 7, clean: bool = False) -> RolloutBatch:
     """`groups` prompts of `size` responses; group 0 is all wrong, group 1 mixed, the rest random.
 
-    Unless `clean`, there are an empty response, an unscored one, one whose teacher failed, one whose contexts failed, and
-    prompts without a demonstration.
+    Unless `clean`, there are an empty response, an unscored one, one whose teacher failed, one whose contexts failed,
+    and prompts without a demonstration.
     """
     generator = torch.Generator().manual_seed(seed)
     num_rows = groups * size

@@ -42,7 +42,10 @@ class Opd(MethodConfig):
         "beta": "arXiv 2306.13649, the generalised Jensen-Shannon divergence; 0.5 as in TRL",
         "temperature": "VA-OPD and TRL compare at 1",
         "ratio_clip": "ours; none there",
-        "reduction": "thunlp/OPD: token-mean",
+        "reduction": "k1: thunlp/OPD, token-mean; losses: VA-OPD's Eq. 1, a mean over responses of token means",
+        "clip_low": "thunlp/OPD",
+        "clip_high": "thunlp/OPD",
+        "dual_clip": "thunlp/OPD",
     }
 
     name: Literal["opd"] = "opd"
@@ -62,9 +65,12 @@ class Opd(MethodConfig):
     beta: float = Field(default=0.5, gt=0, lt=1, description="The teacher's share in the mixture of jsd.")
     temperature: float = Field(default=1.0, gt=0, description="At which the distributions are compared.")
     ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |log pT - log pS| in nats, for k1.")
-    reduction: Literal["token_mean", "response_mean"] = Field(
-        default="token_mean", description="How token losses are averaged."
+    reduction: Literal["token_mean", "response_mean"] | None = Field(
+        default=None, description="How token losses are averaged; null is token_mean for k1, response_mean for losses."
     )
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count (k1).")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count (k1).")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Bound on the ratio for negative advantages (k1).")
 
     @model_validator(mode="after")
     def _refuse_what_has_no_gradient(self) -> Self:
@@ -84,8 +90,12 @@ class Opd(MethodConfig):
 
     @override
     def build(self) -> Objective:
-        reduction: Reduction = token_mean() if self.reduction == "token_mean" else response_mean()
-        return objective(name=self.name, credit=chain(self.signal()), loss=self.loss(), reduction=reduction)
+        return objective(name=self.name, credit=chain(self.signal()), loss=self.loss(), reduction=self.reduce())
+
+    def reduce(self) -> Reduction:
+        """The reduction that the settings name, or the one that goes with the estimator."""
+        name = self.reduction or ("token_mean" if self.estimator == "k1" else "response_mean")
+        return token_mean() if name == "token_mean" else response_mean()
 
     def signal(self) -> Step:
         """The gap for k1; for the losses, only where the teacher is known."""
@@ -98,7 +108,7 @@ class Opd(MethodConfig):
     def loss(self) -> TokenLoss:
         """What carries the gradient."""
         if self.estimator == "k1":
-            return PolicyLoss()
+            return PolicyLoss(self.clip_low, self.clip_high, self.dual_clip)
         if self.estimator == "k2" or self.estimator == "k3":
             return SampledDivergence(self.estimator)
         support = self.support if self.top_k else "full"

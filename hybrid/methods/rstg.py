@@ -47,8 +47,9 @@ class Rstg(MethodConfig):
         "fail_thr": "ours, for rewards that are not binary",
         "exclude_truncated": "ours",
         "finished_only": "ours",
-        "clip_low": "assumed; PPO's",
-        "clip_high": "assumed; PPO's",
+        "clip_low": "assumed; as OPDVR's script",
+        "clip_high": "assumed; as OPDVR's script",
+        "dual_clip": "assumed; as OPDVR's script",
     }
 
     name: Literal["rstg"] = "rstg"
@@ -80,6 +81,7 @@ class Rstg(MethodConfig):
     finished_only: bool = Field(default=False, description="Groups are judged by responses that are not truncated.")
     clip_low: float = Field(default=0.2, ge=0, description="How far below 1 the ratio may count.")
     clip_high: float = Field(default=0.2, ge=0, description="How far above 1 the ratio may count.")
+    dual_clip: float | None = Field(default=3.0, gt=1, description="Bound on the ratio for negative advantages.")
 
     @override
     def build(self) -> Objective:
@@ -88,7 +90,7 @@ class Rstg(MethodConfig):
         policy = objective(
             name=self.name,
             credit=credit,
-            loss=PolicyLoss(self.clip_low, self.clip_high),
+            loss=PolicyLoss(self.clip_low, self.clip_high, self.dual_clip),
             reduction=token_mean_with_texts("all_wrong", credit.branches) if pooled else token_mean(),
         )
         if self.sft == "off":

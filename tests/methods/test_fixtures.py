@@ -1,6 +1,7 @@
 """Every numeric fixture of methods_core.md 6.6, and the two structural facts of 1.6."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_opdvr_inverse_is_the_complement(gaps: RolloutBatch):
 @pytest.mark.parametrize(
     ("scale", "eps", "want"), [("none", 0.0, [0.75, 0.25, 0.25, 0.25]), ("group", 0.0, [1.5, 0.5, 0.5, 0.5])]
 )
-def test_grpd_scale(scale: str, eps: float, want: list[float]):
+def test_grpd_scale(scale: Literal["none", "group"], eps: float, want: list[float]):
     batch = plain_batch([1] * 4, reward_B=numbers([1, 0, 0, 0]), student_logprob_BT=numbers([[-1.0]] * 4))
     credit, _ = weight_by_advantage_size(scale=scale, eps=eps).apply(blank(batch), batch, {})
     torch.testing.assert_close(credit.weight_BT[:, 0], numbers(want))
@@ -118,9 +119,7 @@ def test_sipo_additive(rewards: list[float], row: int, want: list[float]):
     torch.testing.assert_close(got[row], numbers(want))
 
 
-@pytest.mark.parametrize(
-    ("row", "want"), [(0, [0.76923, 0.825, 0.675, 0.75]), (1, [-0.24390, -0.225, -0.275, -0.25])]
-)
+@pytest.mark.parametrize(("row", "want"), [(0, [0.76923, 0.825, 0.675, 0.75]), (1, [-0.24390, -0.225, -0.275, -0.25])])
 def test_sipo_multiplicative(row: int, want: list[float]):
     got = advantages(Sipo(form="multiplicative").build(), contrast_batch([1, 0, 0, 0]))
     torch.testing.assert_close(got[row], numbers(want), atol=1e-5, rtol=0)

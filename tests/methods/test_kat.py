@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ SMALL = {"min_samples": 2, "warmup_steps": 0, "n_exempt": 0}
 STATE = {"kl_minima": [0.2, 0.4, 0.5, 0.3]}
 
 
+def small(**settings: Any) -> Kat:
+    """KAT that is active at once and exempts nothing."""
+    return Kat.model_validate(SMALL | settings)
+
+
 @given(
     seed=seeds,
     window=st.integers(1, 4),
@@ -32,8 +38,8 @@ STATE = {"kl_minima": [0.2, 0.4, 0.5, 0.3]}
 def test_cut_against_loops(seed, window, patience, n_exempt, min_keep, wide, exempt_trigger, eta):
     batch = make_batch(seed, width=10)
     stride = window if wide else 1
-    method = Kat(
-        **SMALL | {"n_exempt": n_exempt},
+    method = small(
+        n_exempt=n_exempt,
         window=window,
         patience=patience,
         min_keep=min_keep,
@@ -63,7 +69,7 @@ def test_cut_against_loops(seed, window, patience, n_exempt, min_keep, wide, exe
 
 @given(seed=seeds, buffer=st.integers(1, 12))
 def test_memory_against_loops(seed, buffer):
-    method = Kat(**SMALL, window=3, patience=1, buffer=buffer).build()
+    method = small(window=3, patience=1, buffer=buffer).build()
     state, want = method.init(), []
     for turn in range(3):
         batch = make_batch(seed + turn, groups=2)
@@ -104,7 +110,7 @@ def test_the_threshold_comes_from_the_batches_before():
 
 
 def test_a_response_shorter_than_the_window_is_neither_cut_nor_remembered():
-    method = Kat(**SMALL, window=3, patience=1).build()
+    method = small(window=3, patience=1).build()
     batch = responses([[0.0, 0.0], [0.0, 0.0, 0.0], []])
     assert kl_weights(method, batch, STATE).tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
     _, state = method.assign(batch, STATE)
@@ -112,17 +118,16 @@ def test_a_response_shorter_than_the_window_is_neither_cut_nor_remembered():
 
 
 def test_a_cut_response_is_remembered_over_its_whole_length():
-    method = Kat(**SMALL, window=1, patience=1).build()
+    method = small(window=1, patience=1).build()
     _, state = method.assign(responses([[1.0, 0.1, 0.7, 0.0]]), STATE)
     assert state["kl_minima"][-1] == 0.0
 
 
 def test_the_exempt_span():
     kl = [[0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]]
-    settings = {**SMALL, "window": 1, "patience": 2}
 
-    def kept(**changes) -> int:
-        return int(kl_weights(Kat(**settings | changes).build(), responses(kl), STATE).sum())
+    def kept(**changes: int | str) -> int:
+        return int(kl_weights(small(window=1, patience=2, **changes).build(), responses(kl), STATE).sum())
 
     assert kept() == 1  # min_keep
     assert kept(min_keep=0) == 0
@@ -136,14 +141,14 @@ def test_the_exempt_span():
 def test_masked_out_tokens_neither_fill_nor_break_a_window():
     batch = responses([[1.0, 0.0, 9.0, 0.0, 0.0]])
     batch = replace(batch, mask_BT=torch.tensor([[True, True, False, True, True]]))
-    method = Kat(**SMALL, window=2, patience=2).build()
+    method = small(window=2, patience=2).build()
     assert kl_weights(method, batch, STATE)[0].tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("reduction", ["kept_token_mean", "kept_response_mean"])
 def test_endless_patience_is_plain_distillation(reduction):
     batch = make_batch(6)
-    loss = run(Kat(**SMALL, window=2, patience=10**6, reduction=reduction).build(), batch, Toy.near(batch), STATE)
+    loss = run(small(window=2, patience=10**6, reduction=reduction).build(), batch, Toy.near(batch), STATE)
     mean = "token_mean" if reduction == "kept_token_mean" else "response_mean"
     want = run(Opd(estimator="reverse_kl", reduction=mean).build(), batch, Toy.near(batch))
     torch.testing.assert_close(loss.total, want.total)
@@ -153,11 +158,11 @@ def test_normalisers():
     """Kept: 1 token of KL 2, and 2 tokens of KL (1, 3): token mean 6 / 3, response mean (2 + 2) / 2."""
     batch = responses([[2.0, 0.0], [1.0, 3.0]])
     for reduction, want in (("kept_token_mean", 2.0), ("kept_response_mean", 2.0)):
-        method = Kat(**SMALL, window=1, patience=1, reduction=reduction).build()
+        method = small(window=1, patience=1, reduction=reduction).build()
         assert run(method, batch, Toy.same(batch), STATE).kl.item() == pytest.approx(want)
     batch = responses([[2.0, 0.0], [1.0, 6.0]])
     for reduction, want in (("kept_token_mean", 3.0), ("kept_response_mean", 2.75)):
-        method = Kat(**SMALL, window=1, patience=1, reduction=reduction).build()
+        method = small(window=1, patience=1, reduction=reduction).build()
         assert run(method, batch, Toy.same(batch), STATE).kl.item() == pytest.approx(want)
 
 
@@ -165,7 +170,7 @@ def test_normalisers():
 def test_sampled_stand_ins(estimator, kept):
     # log pS - log pT = (1, 0.5, 0): k1 = (1, 0.5, 0), k3 = (0.3679, 0.1065, 0); thresholds 0.4 and 0.1
     batch = plain_batch([3], student_logprob_BT=numbers([[-1.0] * 3]), views={"teacher": view([[-2.0, -1.5, -1.0]])})
-    method = Kat(**SMALL, window=1, patience=1, estimator=estimator, eta=0.0)
+    method = small(window=1, patience=1, estimator=estimator, eta=0.0)
     state = {"kl_minima": [0.1, 0.4]} if estimator == "k1" else {"kl_minima": [0.05, 0.1]}
     assert kl_weights(method.build(), batch, state)[0].tolist() == kept
     assignment, _ = method.build().assign(batch, state)
@@ -191,7 +196,7 @@ def test_support_and_stride_settings():
 
 
 def test_metrics_tell_the_cut():
-    method = Kat(**SMALL, window=1, patience=1, eta=0.0).build()
+    method = small(window=1, patience=1, eta=0.0).build()
     assignment, _ = method.assign(responses([[1.0, 0.0], [1.0, 1.0]]), STATE)
     assert assignment.metrics["kl_trap/cut"] == (1.0, 2.0)
     assert assignment.metrics["kl_trap/threshold"] == (0.5, 1.0)

@@ -62,7 +62,9 @@ def test_grpd_sign_against_loops(seed):
 
 
 @given(
-    seed=seeds, beta=st.sampled_from([0.0, 1e-3, 1.0, 30.0]), truncated=st.sampled_from(["as_wrong", "skip", "vanilla_opd"])
+    seed=seeds,
+    beta=st.sampled_from([0.0, 1e-3, 1.0, 30.0]),
+    truncated=st.sampled_from(["as_wrong", "skip", "vanilla_opd"]),
 )
 def test_r2opd_against_loops(seed, beta, truncated):
     batch = make_batch(seed)
@@ -137,7 +139,10 @@ def test_top_k_gates_every_candidate_by_itself():
         },
     )
     assignment, _ = Opdvr(top_k=2).build().assign(batch, {})
-    down, up = -0.625 * torch.tensor(2.0).log(), 0.375 * torch.tensor(2.0).log()  # weights 5/8 and 3/8; gaps -ln 2, ln 2
+    down, up = (
+        -0.625 * torch.tensor(2.0).log(),
+        0.375 * torch.tensor(2.0).log(),
+    )  # weights 5/8 and 3/8; gaps -ln 2, ln 2
     got = assignment.terms[0].candidate_BTK
     assert got is not None
     torch.testing.assert_close(got[:, 0], torch.stack([torch.stack([down * 0, up]), torch.stack([down, up * 0])]))

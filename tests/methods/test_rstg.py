@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -85,14 +86,16 @@ def test_as_a_policy_the_likelihood_has_the_pooled_gradient(seed):
         torch.testing.assert_close(pooled, in_policy)
 
 
-def guided(rewards: list[float], gap: list[list[float]], **fields) -> RolloutBatch:
+def guided(rewards: list[float], gap: list[list[float]], **fields: Any) -> RolloutBatch:
     rows, width = len(rewards), len(gap[0])
+    group: list[int] = fields.pop("group", [0] * rows)
     known = {
         "entropy_BT": numbers([[float(t) for t in range(width)]] * rows),
         "teacher_accuracy_B": numbers([1.0] * rows),
     }
     return plain_batch(
-        fields.pop("lengths", [width] * rows),
+        [width] * rows,
+        group,
         reward_B=numbers(rewards),
         student_logprob_BT=numbers([[-5.0] * width] * rows),
         views={"teacher": view([[g - 5 for g in row] for row in gap])},

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from tests.reference.rows import Numbers, Row, mean
 
 
-def surrogate(a: float, lp: float, old: float, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> float:
+def surrogate(
+    a: float, lp: float, old: float, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
+) -> float:
     ratio = math.exp(max(-20.0, min(20.0, lp - old)))
     loss = max(-a * ratio, -a * max(1 - low, min(1 + high, ratio)))
     return min(loss, -a * dual) if dual is not None and a < 0 else loss

@@ -53,9 +53,7 @@ def correctness_advantage(rows: Sequence[Row], row: Row, *, thr: float, norm_by_
     return centred / (std(right) + 1e-6) if norm_by_std else centred
 
 
-def grpd_code(
-    rows: Sequence[Row], *, thr: float = 0.0, norm_by_std: bool = False, u: float = 0.0
-) -> list[Numbers]:
+def grpd_code(rows: Sequence[Row], *, thr: float = 0.0, norm_by_std: bool = False, u: float = 0.0) -> list[Numbers]:
     gated = opdvr(rows, thr=thr)
     sizes = [abs(correctness_advantage(rows, row, thr=thr, norm_by_std=norm_by_std)) + u for row in rows]
     return [[size * a for a in values] for size, values in zip(sizes, gated, strict=True)]

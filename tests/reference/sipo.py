@@ -12,9 +12,7 @@ EDGES = (-4.0, -2.0, -1.0, -0.5, -0.2, -0.05)
 
 def evidence(row: Row, kind: str) -> Scores:
     other = row.scores["wrong"] if kind == "contrast" else row.student
-    return [
-        None if a is None or b is None else a - b for a, b in zip(row.scores["right"], other, strict=True)
-    ]
+    return [None if a is None or b is None else a - b for a, b in zip(row.scores["right"], other, strict=True)]
 
 
 def centred(rows: Sequence[Row], raw: list[Scores], means: dict[int, float]) -> tuple[list[Scores], dict[int, float]]:
