@@ -126,7 +126,9 @@ class Decoder:
         """
         if self.is_whole or self._lm_head is None:
             return self.head
-        trained = any(p.requires_grad for p in self._lm_head.parameters())
+        # an adapter that is switched off now counts as trained: it may be on when the head is used
+        is_adapted = hasattr(self._lm_head, "base_layer") or hasattr(self._lm_head, "original_module")
+        trained = is_adapted or any(p.requires_grad for p in self._lm_head.parameters())
         spread = any(hasattr(p, "ds_id") for p in self._lm_head.parameters())
         if not trained and not spread:
             return self.head

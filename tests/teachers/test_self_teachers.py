@@ -209,6 +209,20 @@ def test_a_distribution_stays_as_it_was_when_the_student_learns(kind, make_qwen,
     assert all(parameter.grad is None for parameter in (lora if kind == "base" else model).parameters())
 
 
+@pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_a_base_model_s_head_stays_without_its_adapter(make_qwen, options):
+    config = LoraConfig(**({"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options))
+    student = get_peft_model(make_qwen(), config)
+    train_a_step(student)
+    scores = AdapterOffTeacher(student).score(ROWS, Want(distribution=True))
+    assert_close(scores.logprob_BT, scores_of(make_qwen()), rtol=0, atol=1e-6)
+    assert scores.head is not None
+    assert scores.hidden_BTH is not None
+    logprob_TV = torch.log_softmax(scores.head(scores.hidden_BTH[0]), -1)
+    assert_close(logprob_TV[torch.arange(3), torch.tensor([8, 9, 10])], scores.logprob_BT[0])
+    assert_close(LiveTeacher(student).score(ROWS).logprob_BT, scores_of(student), rtol=0, atol=1e-6)
+
+
 def test_settings_reach_the_scores(make_qwen):
     settings = ScoreSettings(temperature=0.5, max_length=5, vocab_size=60)
     scores = LiveTeacher(make_qwen(), settings=settings).score(ROWS)
