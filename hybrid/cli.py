@@ -158,6 +158,78 @@ def ui(
     raise typer.Exit(open_ui(file, settings or [], uri=uri, folder=folder, port=port))
 
 
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The sweep's YAML file.", show_default=False)],
+    settings: Settings = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at once.", show_default="one per core")] = None,
+) -> None:
+    """Runs a grid of methods, settings and seeds from one file; a second start goes on with what is missing."""
+    from hybrid.sweep import run_sweep
+
+    raise typer.Exit(run_sweep(file, settings or [], jobs=jobs))
+
+
+@app.command()
+def compare(
+    experiment: Annotated[str, typer.Argument(help="Name of the MLflow experiment.", show_default=False)],
+    baseline: Annotated[str | None, typer.Option(help="Method to compare with.", show_default="grpo")] = None,
+    metric: Annotated[str | None, typer.Option(help="Evaluation to compare.", show_default="avg@k")] = None,
+    target: Annotated[float | None, typer.Option(help="Accuracy whose cost is asked for.", show_default=False)] = None,
+    wanted: Annotated[float, typer.Option(help="Difference that you would like to be able to see.")] = 0.03,
+    uri: Annotated[str | None, typer.Option(help="Tracking URI.", show_default="the store in --folder")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="Where report and picture go.", show_default=False)] = None,
+) -> None:
+    """Compares the methods of an experiment with intervals, paired exact tests and a plain sentence each."""
+    from hybrid.comparison import compare_runs
+    from hybrid.mlflow_store import default_uri
+
+    compare_runs(
+        uri=uri or default_uri(folder),
+        experiment=experiment,
+        baseline=baseline,
+        metric=metric,
+        target=target,
+        wanted=wanted,
+        folder=out or folder / experiment / "comparison",
+        title=experiment,
+        console=Console(),
+    )
+
+
+teacher_app = typer.Typer(help="Serves an experiment's teacher, or lets it answer beforehand.", no_args_is_help=True)
+app.add_typer(teacher_app, name="teacher")
+
+
+@teacher_app.command("serve")
+def serve_teacher(file: File, settings: Settings = None) -> None:
+    """Prints and runs the server of an experiment's teacher, until ctrl-C."""
+    from hybrid.read_config import read_experiment
+    from hybrid.serve_command import serve_experiment
+
+    raise typer.Exit(serve_experiment(read_experiment(file, settings or [])))
+
+
+@teacher_app.command("demonstrate")
+def demonstrate_teacher(
+    file: File,
+    out: Annotated[Path, typer.Argument(help="JSON Lines file to write.", show_default=False)],
+    settings: Settings = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 8,
+) -> None:
+    """Writes the prompts with the teacher's accuracy and its shortest right answer, which RSTG and SFT read."""
+    from hybrid.demonstrate import demonstrate
+    from hybrid.progress import Bars
+    from hybrid.read_config import read_experiment
+
+    console = Console()
+    with Bars(console) as bars:
+        found = demonstrate(read_experiment(file, settings or []), out, samples=samples, report=bars.advance)
+    accuracy, share = 100 * found["teacher_accuracy"], 100 * found["with_demonstration"]
+    console.print(f"{out}: teacher right in {accuracy:.1f} %, {share:.1f} % of prompts with a demonstration")
+
+
 def main() -> NoReturn:
     """Runs the command line; a user's error is one message and exit code 2, with no traceback."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -23,7 +23,7 @@ from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
-from hybrid.summary_table import Outcome, print_outcomes
+from hybrid.summary_table import Outcome, print_evaluation, print_outcomes
 from hybrid.teaching import teacher_of
 from hybrid.tracking import Tracker
 from hybrid.trainer import HybridTrainer
@@ -48,10 +48,26 @@ class Setting:
     held_out: Dataset | None
     rewards: Sequence[Any]
     teacher: Any
-    parent: Tracker
+    uri: str
+    parent_run_id: str
     bars: Bars
     stop: Stop
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a training writes, and how it is called.
+
+    Attributes:
+      folder: of the training.
+      label: tag `hybrid.method`.
+      task: tag `hybrid.task`.
+    """
+
+    folder: Path
+    label: str
+    task: str
 
 
 def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | None = None) -> int:
@@ -89,6 +105,7 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
             ) as teacher,
             open_parent(config, folder) as parent,
         ):
+            (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
             setting = Setting(
                 config=config,
                 folder=folder,
@@ -97,7 +114,8 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
                 held_out=held_out,
                 rewards=rewards,
                 teacher=teacher,
-                parent=parent,
+                uri=parent.uri,
+                parent_run_id=parent.run_id,
                 bars=bars,
                 stop=stop,
             )  # fmt: skip
@@ -107,11 +125,63 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
                 if stop.received is not None:
                     break
             report = None
-            if stop.received is None:
-                report = write_comparison(setting)
+            if stop.received is None and held_out is not None:
+                report = write_comparison(config, folder, parent)
     print_outcomes(console, outcomes, report)
     console.print(closing(config, source, folder, stop), highlight=False)
     return stop.exit_code
+
+
+def evaluate_experiment(config: ExperimentConfig, *, source: Path, checkpoint: str | None = None) -> int:
+    """Measures a student of an experiment on its held-out prompts, and notes the result in MLflow and in a file.
+
+    Args:
+      config: the experiment, checked.
+      source: its file, for messages.
+      checkpoint: folder of a model; None is the student before its training.
+
+    Returns:
+      The exit code 0.
+
+    Raises:
+      ConfigError: the experiment evaluates nothing.
+      DataError: there is no model.
+    """
+    quiet()
+    console = Console()
+    held_out = held_out_prompts(config)
+    if held_out is None:
+        raise ConfigError(f"{source}: evaluate is null, so there is nothing to measure; write evaluate: {{}}")
+    folder = run_folder(config, None)
+    with Bars(console) as bars, Stop(bars.say) as stop, open_parent(config, folder) as parent:
+        parent.tags({"hybrid.kind": "evaluation", "hybrid.model": checkpoint or config.student.model})
+        student = checkpoint or model_folder(config.student.model, "student", bars.advance)
+        setting = Setting(
+            config=config,
+            folder=folder,
+            student=student,
+            prompts=held_out,
+            held_out=held_out,
+            rewards=build_rewards(config.rewards),
+            teacher=None,
+            uri=parent.uri,
+            parent_run_id=parent.run_id,
+            bars=bars,
+            stop=stop,
+        )
+        found = run_evaluation(setting, *load_student(config, student))
+        result = {
+            "model": student,
+            "sampling": found.sampling.__dict__,
+            **found.metrics(),
+            "intervals": found.intervals(),
+        }
+        (folder / "evaluation.json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        parent.metrics(found.metrics(), 0)
+        parent.artifact_file(folder / "evaluation.json")
+    print_evaluation(console, found, student)
+    console.print(f"written: {folder / 'evaluation.json'}", highlight=False)
+    return 0
 
 
 def quiet() -> None:
@@ -174,20 +244,20 @@ def saved(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
-def open_child(setting: Setting, label: str, folder: Path) -> Tracker:
+def open_child(setting: Setting, label: str, place: Place) -> Tracker:
     """The MLflow run of one training: a new one, or the one that is gone on with."""
     config = setting.config
-    (setting.folder / "mlflow_run").write_text(setting.parent.run_id, encoding="utf-8")
-    tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": label, "hybrid.seed": str(config.seed)}
-    tags["hybrid.task"] = task_name(config)
+    folder = place.folder
+    tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": place.label, "hybrid.task": place.task}
+    tags["hybrid.seed"] = str(config.seed)
     tracker = Tracker.open(
-        uri=config.tracking.uri,
+        uri=setting.uri,
         experiment=config.tracking.experiment or config.name,
-        run_name=f"{label} seed {config.seed}",
+        run_name=" ".join(part for part in (place.task, place.label, f"seed {config.seed}") if part),
         folder=folder / "tracking",
         tags=tags,
         runs_dir=Path(config.tracking.folder),
-        parent_run_id=setting.parent.run_id,
+        parent_run_id=setting.parent_run_id,
         run_id=saved(folder / "mlflow_run"),
     )
     (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
@@ -204,21 +274,29 @@ def task_name(config: ExperimentConfig) -> str:
     return source.removeprefix(TINY) if isinstance(source, str) else source.task
 
 
-def train_method(setting: Setting, label: str, *, resuming: bool) -> Outcome:
-    """Trains the student by one method, from the start or from its last checkpoint."""
+def train_method(setting: Setting, label: str, *, resuming: bool, place: Place | None = None) -> Outcome:
+    """Trains the student by one method, from the start or from its last checkpoint.
+
+    Args:
+      setting: what the trainings share.
+      label: of the method in the experiment.
+      resuming: go on from the last checkpoint, where there is one.
+      place: where it writes; None is a folder of the method's label in the setting's.
+    """
     config, method = setting.config.for_method(label), setting.config.methods[label]
-    folder = setting.folder / label
-    folder.mkdir(exist_ok=True)
+    place = place or Place(folder=setting.folder / label, label=label, task=task_name(config))
+    folder = place.folder
+    folder.mkdir(parents=True, exist_ok=True)
     if (done := folder / RESULT_FILE).is_file():
         return Outcome(**orjson.loads(done.read_bytes()))
-    with open_child(setting, label, folder) as tracker:
+    with open_child(setting, label, place) as tracker:
         model, tokenizer = load_student(config, setting.student)
         measure = evaluator(setting, label, model, tokenizer)
         before = start_accuracy(setting, model, tokenizer)
         watch = Watch(
             tracker=tracker,
             bars=setting.bars,
-            label=label,
+            label=place.label,
             responses_per_step=config.train.prompts_per_step * config.train.generations,
             evaluate=measure,
             every=config.evaluate.every if config.evaluate else 0,
@@ -368,23 +446,17 @@ def last_checkpoint(folder: Path) -> str | None:
     return str(found[-1]) if found else None
 
 
-def write_comparison(setting: Setting) -> Path | None:
-    """The HTML report of this start's trainings, also an artifact of the parent run; None without evaluations."""
+def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker) -> Path:
+    """The HTML report of this start's trainings, also an artifact of the parent run."""
     from hybrid.compare.load import load_runs
     from hybrid.compare.report import write_report
 
-    config = setting.config
-    if setting.held_out is None:
-        return None
-    runs = load_runs(
-        uri=setting.parent.uri,
-        experiment=config.tracking.experiment or config.name,
-        parent_run_id=setting.parent.run_id,
-    )
+    experiment = config.tracking.experiment or config.name
+    runs = load_runs(uri=parent.uri, experiment=experiment, parent_run_id=parent.run_id)
     labels = list(config.methods)
     baseline = next((label for label in labels if label == "grpo"), labels[-1])
-    path = write_report(runs, setting.folder / "report.html", title=config.name, baseline=baseline)
-    setting.parent.artifact_file(path)
+    path = write_report(runs, folder / "report.html", title=config.name, baseline=baseline)
+    parent.artifact_file(path)
     return path
 
 

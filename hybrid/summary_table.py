@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hybrid.evaluate import Evaluation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -37,6 +39,23 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome], report: Path |
     console.print(table)
     if report is not None:
         console.print(f"report: {report}", highlight=False)
+
+
+def print_evaluation(console: Console, found: Evaluation, model: str) -> None:
+    """Prints what a model reaches on held-out prompts, and how its answers were drawn."""
+    sampling = found.sampling
+    table = Table(
+        title=f"{model}: {len(found.right_PK)} prompts x {sampling.samples} answers at temperature "
+        f"{sampling.temperature}, top-p {sampling.top_p}, at most {sampling.max_completion_length} tokens, "
+        f"seed {sampling.seed}"
+    )
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    intervals = found.intervals()
+    for name, value in found.metrics().items():
+        shown = percent(value, intervals.get(name)) if name in intervals else f"{value:.4g}"
+        table.add_row(name.removeprefix("eval/").replace("_at_", "@"), shown)
+    console.print(table)
 
 
 def shown_metrics(outcomes: Sequence[Outcome]) -> list[str]:

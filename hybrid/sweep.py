@@ -1,0 +1,246 @@
+"""A grid of trainings from one file: cells that resume one by one, run side by side, and are compared at the end.
+
+Worker processes take cells one after another; a cell belongs to the worker that holds the lock on its folder, and the
+lock goes with its process, however that ends. A finished cell has its result file; the next start passes it over.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from hybrid.errors import HybridError
+from hybrid.launch import RESULT_FILE, Place, Setting, quiet, saved, train_method
+from hybrid.progress import Bars
+from hybrid.rewards import build_rewards
+from hybrid.sources import held_out_prompts, model_folder, training_prompts
+from hybrid.stopping import Stop
+from hybrid.sweep_config import Cell, SweepConfig, read_sweep
+from hybrid.teaching import teacher_of
+from hybrid.tracking import Tracker
+from teachers.errors import TeacherError
+
+FAILED_FILE = "failed.txt"
+"""Why a cell failed; such a cell is tried again by the next start."""
+
+LOOK_EVERY_S = 2.0
+"""Seconds between two looks at what is done."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a cell is: waiting, running, done or failed; and its last accuracy."""
+
+    name: str
+    accuracy: float | None = None
+
+
+def sweep_folder(sweep: SweepConfig, cells: Sequence[Cell]) -> Path:
+    """The folder of a sweep: one per name, so that a second start goes on where the first ended."""
+    return Path(cells[0].config.tracking.folder) / sweep.name
+
+
+def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = None) -> int:
+    """Runs what is missing of a sweep, with a live table, and writes the comparison.
+
+    Args:
+      path: the sweep file.
+      overrides: settings of the sweep file.
+      jobs: cells at once; None is the file's, else one per core.
+
+    Returns:
+      0 where every cell is done, 1 where some failed, 130 after ctrl-C.
+
+    Raises:
+      ConfigError: the file or a cell of it is wrong.
+    """
+    sweep, cells = read_sweep(path, overrides)
+    folder = sweep_folder(sweep, cells)
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with Bars(console) as bars:
+        for config in {cell.config.student.model: cell.config for cell in cells}.values():
+            model_folder(config.student.model, "student", bars.advance)
+    tracking = cells[0].config.tracking
+    with Tracker.open(
+        uri=tracking.uri,
+        experiment=tracking.experiment or sweep.name,
+        run_name=sweep.name,
+        folder=folder / "tracking",
+        tags={**tracking.tags, "hybrid.kind": "parent"},
+        runs_dir=Path(tracking.folder),
+        run_id=saved(folder / "mlflow_run"),
+    ) as parent:
+        (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
+        (folder / "mlflow_uri").write_text(parent.uri, encoding="utf-8")
+        number = min(jobs or sweep.jobs or os.cpu_count() or 1, len(cells))
+        code = watch_workers(start_workers(path, overrides, number, folder), cells, folder, console)
+        if code == 0:
+            write_comparison(sweep, cells, folder, parent, console)
+    failed = [cell.name for cell in cells if state_of(cell, folder).name == "failed"]
+    if failed:
+        console.print(f"{len(failed)} cells failed, the first: {folder / failed[0] / FAILED_FILE}", style="red")
+    return code or int(bool(failed))
+
+
+def start_workers(path: Path, overrides: Sequence[str], number: int, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Starts the worker processes; each writes to a log of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    workers = []
+    for place in range(number):
+        command = [sys.executable, "-m", "hybrid.sweep", str(path), *overrides]
+        with (folder / f"worker{place}.log").open("ab") as log:
+            workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    return workers
+
+
+def watch_workers(
+    workers: Sequence[subprocess.Popen[bytes]], cells: Sequence[Cell], folder: Path, console: Console
+) -> int:
+    """Shows what is done until every worker has ended; ctrl-C lets each finish its step with a checkpoint."""
+    try:
+        with Live(table_of(cells, folder), console=console, refresh_per_second=1, transient=False) as live:
+            while any(worker.poll() is None for worker in workers):
+                time.sleep(LOOK_EVERY_S)
+                live.update(table_of(cells, folder))
+            live.update(table_of(cells, folder))
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+        console.print("stopped; the same command goes on with the cells that are missing")
+        return 130
+    return 0
+
+
+def state_of(cell: Cell, folder: Path) -> State:
+    """How far a cell is."""
+    place = folder / cell.name
+    if (place / RESULT_FILE).is_file():
+        after = orjson.loads((place / RESULT_FILE).read_bytes())["after"]
+        return State("done", next((value for name, value in after.items() if "avg_at" in name), None))
+    if (place / FAILED_FILE).is_file():
+        return State("failed")
+    lock = FileLock(place / "lock")
+    if not place.is_dir():
+        return State("waiting")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return State("running")
+    lock.release()
+    return State("waiting")
+
+
+def table_of(cells: Sequence[Cell], folder: Path) -> Table:
+    """What is done, by task and method."""
+    table = Table(title="cells")
+    for name in ("task", "method", "done", "running", "failed", "held-out accuracy in %"):
+        table.add_column(name, justify="left" if name in ("task", "method") else "right")
+    for task, label in dict.fromkeys((cell.task, cell.label) for cell in cells):
+        states = [state_of(cell, folder) for cell in cells if (cell.task, cell.label) == (task, label)]
+        count = {name: sum(state.name == name for state in states) for name in ("done", "running", "failed")}
+        reached = [state.accuracy for state in states if state.accuracy is not None]
+        mean = f"{100 * sum(reached) / len(reached):.1f}" if reached else "-"
+        row = [f"{count['done']}/{len(states)}", str(count["running"]), str(count["failed"]), mean]
+        table.add_row(task, label, *row)
+    return table
+
+
+def work(path: Path, overrides: Sequence[str]) -> int:
+    """One worker: takes every cell that nobody else has, until none is left."""
+    quiet()
+    import torch
+
+    torch.set_num_threads(1)
+    sweep, cells = read_sweep(path, overrides)
+    folder = sweep_folder(sweep, cells)
+    failed_here: set[str] = set()
+    with Stop(print) as stop:
+        for cell in cells:
+            place = folder / cell.name
+            place.mkdir(parents=True, exist_ok=True)
+            if (place / RESULT_FILE).is_file() or cell.name in failed_here or stop.received is not None:
+                continue
+            try:
+                with FileLock(place / "lock", blocking=False):
+                    if not (place / RESULT_FILE).is_file() and not run_cell(cell, folder, stop):
+                        failed_here.add(cell.name)
+            except Timeout:
+                continue
+    return stop.exit_code
+
+
+def run_cell(cell: Cell, folder: Path, stop: Stop) -> bool:
+    """Trains one cell; a failure is written down beside it and does not stop the others."""
+    place = folder / cell.name
+    (place / FAILED_FILE).unlink(missing_ok=True)
+    try:
+        train_cell(cell, folder, stop)
+    except (HybridError, TeacherError, OSError, RuntimeError):
+        (place / FAILED_FILE).write_text(traceback.format_exc(), encoding="utf-8")
+        return False
+    return True
+
+
+def train_cell(cell: Cell, folder: Path, stop: Stop) -> None:
+    """Trains one cell in its folder, from its checkpoint where an earlier start left one."""
+    config, place = cell.config, folder / cell.name
+    student = model_folder(config.student.model, "student")
+    with (
+        Bars(Console()) as bars,
+        teacher_of(config.teacher, temperature=config.train.temperature, folder=place, student=student) as teacher,
+    ):
+        setting = Setting(
+            config=config,
+            folder=place,
+            student=student,
+            prompts=training_prompts(config),
+            held_out=held_out_prompts(config),
+            rewards=build_rewards(config.rewards) if config.rewards else [],
+            teacher=teacher,
+            uri=(folder / "mlflow_uri").read_text(encoding="utf-8"),
+            parent_run_id=(folder / "mlflow_run").read_text(encoding="utf-8"),
+            bars=bars,
+            stop=stop,
+        )
+        own = Place(folder=place, label=cell.label, task=cell.task)
+        train_method(setting, next(iter(config.methods)), resuming=True, place=own)
+
+
+def write_comparison(
+    sweep: SweepConfig, cells: Sequence[Cell], folder: Path, parent: Tracker, console: Console
+) -> None:
+    """Statistics, report and picture of a whole sweep."""
+    from hybrid.comparison import compare_runs
+
+    labels = list(dict.fromkeys(cell.label for cell in cells))
+    baseline = sweep.baseline or next((label for label in labels if label == "grpo"), labels[0])
+    experiment = cells[0].config.tracking.experiment or sweep.name
+    paths = compare_runs(
+        uri=parent.uri,
+        experiment=experiment,
+        parent_run_id=parent.run_id,
+        baseline=baseline,
+        target=sweep.target,
+        folder=folder,
+        title=sweep.name,
+        console=console,
+    )
+    for path in paths:
+        parent.artifact_file(path)
+
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,132 @@
+"""The sweep file: an experiment, and what varies over its cells (tasks x variations x methods x seeds)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from hybrid.config import ExperimentConfig, Name
+from hybrid.errors import ConfigError
+from hybrid.read_config import problems_of, validated
+from hybrid.teacher_config import Settings
+from hybrid.yaml_file import Document, load_document, override
+
+
+class SweepConfig(Settings):
+    """A grid over one experiment. Seeds are matched: the same start, prompts in order and held-out set everywhere."""
+
+    base: str = Field(description="The experiment's YAML file, as seen from the sweep file's folder.")
+    name: Name = Field(description="Names the sweep's folder and its MLflow experiment.")
+    seeds: int | tuple[int, ...] = Field(default=8, description="How many seeds, counted from 0; or the seeds.")
+    methods: tuple[Mapping[str, Any], ...] = Field(
+        default=(), description="Methods with their settings; none are those of the experiment."
+    )
+    tasks: Mapping[str, Mapping[str, Any]] = Field(
+        default_factory=dict, description="Tasks by name, each with the settings (dotted keys) that make it."
+    )
+    vary: Mapping[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="Settings (dotted keys) and the values that they take in turn."
+    )
+    settings: Mapping[str, Any] = Field(default_factory=dict, description="Settings of every cell (dotted keys).")
+    baseline: str | None = Field(default=None, description="The method that the others are compared with.")
+    only: Mapping[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="Methods (by label) that run on these tasks alone."
+    )
+    jobs: int | None = Field(default=None, ge=1, description="Cells at once; null is one per core or GPU.")
+    target: float | None = Field(default=None, description="Accuracy to reach, for the costs; null is the baseline's.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training of a sweep."""
+
+    task: str
+    label: str
+    seed: int
+    config: ExperimentConfig
+
+    @property
+    def name(self) -> str:
+        """Names the cell's folder."""
+        return "/".join(part for part in (self.task, self.label, f"seed{self.seed}") if part)
+
+
+def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Cell]]:
+    """Reads a sweep file and makes its cells, seeds outermost, so that an early stop leaves whole comparisons.
+
+    Args:
+      path: the sweep file.
+      overrides: `a.b=value` settings of the sweep file.
+
+    Raises:
+      ConfigError: one line per error; those of a cell name the cell.
+    """
+    document = override(load_document(path), overrides)
+    try:
+        sweep = SweepConfig.model_validate(document.values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(map(str, problems_of(error, document)))) from None
+    base = path.parent / sweep.base
+    seeds = range(sweep.seeds) if isinstance(sweep.seeds, int) else sweep.seeds
+    plain = load_document(base)
+    methods = sweep.methods or (plain.values["method"], *plain.values.get("compare", ()))
+    tasks = sweep.tasks or {"": {}}
+    variations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
+    labels = labels_of(methods)
+    cells = []
+    for seed, (task, settings), (label, method), varied in product(
+        seeds, tasks.items(), zip(labels, methods, strict=True), variations
+    ):
+        if label in sweep.only and task not in sweep.only[label]:
+            continue
+        changes = {**sweep.settings, **settings, **varied, "seed": seed, "name": sweep.name}
+        config = cell_config(plain, method, changes, f"{path}: cell {task} {label} seed {seed}")
+        cells.append(Cell(task=task, label=variation_label(label, varied), seed=seed, config=config))
+    if not cells:
+        raise ConfigError(f"{path}: the sweep has no cell; give it seeds, methods and tasks")
+    return sweep, cells
+
+
+def labels_of(methods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A label per method: `label` in the method's block, else its name, numbered where it comes again."""
+    labels: list[str] = []
+    for method in methods:
+        own = str(method.get("label", method.get("name")))
+        again = sum(label == own or label.startswith(f"{own}_") for label in labels)
+        labels.append(f"{own}_{again + 1}" if own in labels else own)
+    return labels
+
+
+def variation_label(label: str, varied: Mapping[str, Any]) -> str:
+    """A method's label with what varies, so that each variation is compared as a method of its own."""
+    return "_".join([label, *(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in varied.items())])
+
+
+def cell_config(plain: Document, method: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> ExperimentConfig:
+    """The experiment of one cell.
+
+    Raises:
+      ConfigError: the cell's settings do not fit; the message names the cell.
+    """
+    own = {key: value for key, value in method.items() if key != "label"}
+    values: dict[str, Any] = {**plain.values, "method": own, "compare": []}
+    for key, value in changes.items():
+        set_dotted(values, key, value)
+    try:
+        return validated(Document(values=values, places=plain.places, source=plain.source))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
+    """Puts a value at a dotted key, copying what it goes through."""
+    head, _, rest = key.partition(".")
+    if not rest:
+        values[head] = value
+        return
+    inner = values.get(head)
+    values[head] = dict(inner) if isinstance(inner, Mapping) else {}
+    set_dotted(values[head], rest, value)
