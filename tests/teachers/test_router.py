@@ -143,10 +143,13 @@ def test_candidates_go_with_their_rows(make_qwen):
 def test_one_teacher_behind_a_router_keeps_its_distribution(make_qwen):
     rows = [row("math", 3, 7), row("math", 5)]
     teacher = LocalTeacher(make_qwen())
-    scores, alone = (
-        t.score(rows, Want(distribution=True)) for t in (RoutedTeacher({"math": teacher}, "topic"), teacher)
-    )
-    torch.testing.assert_close(scores.head(scores.hidden_BTH), alone.head(alone.hidden_BTH))
+    logits = []
+    for asked in (RoutedTeacher({"math": teacher}, "topic"), teacher):
+        scores = asked.score(rows, Want(distribution=True))
+        assert scores.head is not None
+        assert scores.hidden_BTH is not None
+        logits.append(scores.head(scores.hidden_BTH))
+    torch.testing.assert_close(*logits)
     with pytest.raises(TeacherCannot, match="heads of their own"):
         RoutedTeacher({"math": teacher, "code": teacher}, "topic").score(rows, Want(distribution=True))
 
