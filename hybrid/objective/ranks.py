@@ -4,6 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+ROUNDING_ULPS = 64
+"""Values closer than so many units in the last place are one value: log-probs of some -20 nats were subtracted."""
+
 
 def linear_quantile(value_N: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
     """The q-quantile with linear interpolation between neighbours (numpy's default), of any number of values.
@@ -36,7 +39,7 @@ def unit_range(value_BT: Float[Tensor, "B T"], use_BT: Bool[Tensor, "B T"]) -> F
     if len(used_N) == 0:
         return torch.zeros_like(value_BT)
     low, high = used_N.min(), used_N.max()
-    rounding = 4 * torch.finfo(value_BT.dtype).eps * used_N.abs().max()
+    rounding = ROUNDING_ULPS * torch.finfo(value_BT.dtype).eps * used_N.abs().max().clamp(min=1)
     if high - low <= rounding:
         return torch.zeros_like(value_BT)
     return ((value_BT - low) / (high - low)).masked_fill(~use_BT, 0)

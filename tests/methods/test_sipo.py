@@ -83,7 +83,7 @@ def test_the_confidence_baseline_follows_the_loops_from_batch_to_batch(seed, for
 
 
 def test_a_bucket_needs_eight_tokens_and_moves_by_a_tenth():
-    """Eight tokens of evidence 0.1 at log p = -3 make the mean 0.1; 0.3 then moves it to 0.9 * 0.1 + 0.1 * 0.3 = 0.12."""
+    """Eight tokens of evidence 0.1 at log p = -3 make the mean 0.1; 0.3 then makes it 0.9 * 0.1 + 0.1 * 0.3 = 0.12."""
     method = Sipo(baseline="confidence").build()
 
     def tokens(count: int, evidence: float) -> RolloutBatch:
