@@ -132,6 +132,30 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
     return stop.exit_code
 
 
+def cut_records(path: Path, checkpoint: str | None) -> None:
+    """Takes out of a rollouts' file the steps that are done again, so that no step stands in it twice.
+
+    Args:
+      path: the file; may be missing.
+      checkpoint: folder named after its step; None is a start from the beginning.
+    """
+    if not path.is_file():
+        return
+    first = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if is_before(line, first)]
+    beside = path.with_suffix(".cut")
+    beside.write_bytes(b"".join(kept))
+    beside.replace(path)
+
+
+def is_before(line: bytes, step: int) -> bool:
+    """Whether a record line is whole and of an earlier step; a line that a kill has torn is not."""
+    try:
+        return orjson.loads(line)["step"] < step
+    except orjson.JSONDecodeError:
+        return False
+
+
 def evaluate_experiment(config: ExperimentConfig, *, source: Path, checkpoint: str | None = None) -> int:
     """Measures a student of an experiment on its held-out prompts, and notes the result in MLflow and in a file.
 
@@ -304,7 +328,10 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
         )
         trainer = build_trainer(setting, config, method, model, tokenizer, folder, tracker, watch)
         began = time.perf_counter()
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resuming else None)
+        checkpoint = last_checkpoint(folder) if resuming else None
+        if resuming:
+            cut_records(folder / "rollouts.jsonl", checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
         if setting.stop.received is not None:
             tracker.close("KILLED")
