@@ -374,8 +374,14 @@ def on_device(demonstration: Demonstration, device: torch.device) -> Demonstrati
     return Demonstration(ids_BU=demonstration.ids_BU.to(device), mask_BU=demonstration.mask_BU.to(device))
 
 
-def scorers_of(teacher: Any, temperature: float) -> dict[str, Scorer]:
-    """A teacher in any of the forms that `HybridTrainer` takes, as scorers by view."""
+def scorers_of(teacher: Any, temperature: float, processor: Any = None) -> dict[str, Scorer]:
+    """A teacher in any of the forms that `HybridTrainer` takes, as scorers by view.
+
+    Args:
+      teacher: see `HybridTrainer`.
+      temperature: at which a model scores.
+      processor: the student's, for a loaded model that reads images.
+    """
     if teacher is None:
         return {}
     if isinstance(teacher, Mapping):
@@ -383,7 +389,7 @@ def scorers_of(teacher: Any, temperature: float) -> dict[str, Scorer]:
     if isinstance(teacher, str | os.PathLike):
         teacher = LocalTeacher.load(Path(teacher), temperature=temperature)
     elif isinstance(teacher, torch.nn.Module):
-        teacher = LocalTeacher(teacher, None, temperature=temperature)
+        teacher = LocalTeacher(teacher, None, temperature=temperature, processor=processor)
     if not isinstance(teacher, Teacher):
         raise ConfigError(
             f"teacher must be a path, a model, a Teacher or a mapping of scorers; got {type(teacher).__name__}"

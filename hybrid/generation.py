@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from hybrid.collect import Plan, Rollout, Scorer
 from hybrid.errors import ConfigError, MissingMeasurement
@@ -53,7 +54,7 @@ class StepWatch:
 
 
 def image_inputs(out: Mapping[str, Any], rows: slice) -> dict[str, Any]:
-    """The image tensors of all rows; image-indexed tensors are cut by rows only where each row has one image."""
+    """The image tensors of some rows, each with its own number of images."""
     images = {key: out[key] for key in IMAGE_KEYS if out.get(key) is not None}
     if not images or rows == slice(None):
         return images
@@ -69,6 +70,12 @@ def image_inputs(out: Mapping[str, Any], rows: slice) -> dict[str, Any]:
         else:
             cut[key] = value[rows]
     return cut
+
+
+def continued(images: Mapping[str, Any], prompt_width: int, width: int) -> dict[str, Any]:
+    """The image tensors of prompts that another text of `width` tokens follows: its token types are 0, text."""
+    types = {key: images[key][:, :prompt_width] for key in ("token_type_ids", "mm_token_type_ids") if key in images}
+    return {**images, **{key: functional.pad(value, (0, width)) for key, value in types.items()}}
 
 
 def rows_of(assignment: Assignment, rows: Tensor) -> Assignment:

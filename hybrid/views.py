@@ -210,6 +210,15 @@ def texts(rollout: Rollout) -> dict[str, str]:
     return {name: str(value) for name, value in rollout.columns.items() if name.isidentifier() and value is not None}
 
 
+def spoken(prompt: Any, value: Any) -> Any:
+    """A column's prompt in the form of the row's own: in a chat, a text becomes its last message, with its pictures."""
+    if isinstance(prompt, str) or not isinstance(value, str):
+        return value
+    *before, last = prompt
+    parts = [] if isinstance(last["content"], str) else [p for p in last["content"] if p["type"] != "text"]
+    return [*before, {**last, "content": [*parts, {"type": "text", "text": value}] if parts else value}]
+
+
 def from_column(writer: Writer, name: str) -> Context:
     """A column of the data set in place of the whole prompt."""
 
@@ -221,7 +230,11 @@ def from_column(writer: Writer, name: str) -> Context:
                 prompts.append(None)
             else:
                 rendered = render(
-                    value, writer.tokenizer, writer.style, images=rollout.images, processor=writer.processor
+                    spoken(rollout.prompt, value),
+                    writer.tokenizer,
+                    writer.style,
+                    images=rollout.images,
+                    processor=writer.processor,
                 )
                 prompts.append(ContextPrompt(prompt_ids=rendered.ids))
         return prompts
@@ -230,7 +243,10 @@ def from_column(writer: Writer, name: str) -> Context:
 
 
 def degraded(writer: Writer, options: Mapping[str, Any]) -> Context:
-    """VA-OPD's poorer view (arXiv 2605.21924): pixelated images, a column with the degraded prompt, or masked text."""
+    """VA-OPD's poorer view (arXiv 2605.21924): pixelated images, a column with the degraded prompt, or masked text.
+
+    Where other rows have images, a row without any has nothing to hide: both of its views are the same.
+    """
     ratio, name = float(options.get("ratio", 0.1)), str(options.get("column", "degraded"))
 
     def prompt(rollout: Rollout) -> ContextPrompt:
@@ -238,7 +254,8 @@ def degraded(writer: Writer, options: Mapping[str, Any]) -> Context:
             images = tuple(degraded_image(image, ratio=ratio) for image in rollout.images)
             return ContextPrompt(prompt_ids=rollout.prompt_ids, images=images)
         if rollout.columns.get(name) is not None:
-            return ContextPrompt(prompt_ids=render(rollout.columns[name], writer.tokenizer, writer.style).ids)
+            value = spoken(rollout.prompt, rollout.columns[name])
+            return ContextPrompt(prompt_ids=render(value, writer.tokenizer, writer.style).ids)
         if isinstance(rollout.prompt, str):
             return ContextPrompt(
                 prompt_ids=render(degraded_text(rollout.prompt, ratio=ratio), writer.tokenizer, writer.style).ids
@@ -248,7 +265,12 @@ def degraded(writer: Writer, options: Mapping[str, Any]) -> Context:
             "has neither"
         )
 
-    return lambda own, everyone: [prompt(rollout) for rollout in own]
+    def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt]:
+        if any(rollout.images for rollout in everyone):
+            return [prompt(r) if r.images else ContextPrompt(prompt_ids=r.prompt_ids) for r in own]
+        return [prompt(rollout) for rollout in own]
+
+    return context
 
 
 def context_of(spec: ViewSpec, writer: Writer) -> Context:
