@@ -397,6 +397,7 @@ def build_trainer(
         peft_config=peft,
         callbacks=[watch, setting.stop],
         watch=recorder,
+        progress=setting.bars.advance_part,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

@@ -55,6 +55,11 @@ class Bars(AbstractContextManager["Bars"]):
         if not self.console.is_terminal:
             self._plain(part, done, total, note)
 
+    def advance_part(self, part: str, done: int, total: int) -> None:
+        """Shows how far a part of a step is; too short-lived for a log, so on a terminal alone."""
+        if self.console.is_terminal:
+            self.advance(f"  {part}", done, total)
+
     def part(self, name: str) -> Callable[[int, int], None]:
         """A reporter of one part's progress."""
         return lambda done, total: self.advance(name, done, total)

@@ -38,6 +38,7 @@ from hybrid.generation import (
     StepWatch,
     check_run,
     check_scorers,
+    continued,
     image_inputs,
     narrowed,
     parent_term,
@@ -48,6 +49,7 @@ from hybrid.generation import (
 from hybrid.methods import MethodConfig, method_of
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
+from hybrid.phases import Phases, Tell
 from hybrid.student import measure_student
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
@@ -127,6 +129,7 @@ class HybridTrainer(GRPOTrainer):
       watch: called with a `StepWatch` after each credit assignment (main process); the student's log-probs are then
         measured for every method, so that the record is whole.
       writer: how privileged prompts are written; by default with the student's own template.
+      progress: told how far generation, scoring and updates of a step are.
 
     All other arguments are TRL's.
 
@@ -156,6 +159,7 @@ class HybridTrainer(GRPOTrainer):
         *,
         watch: Callable[[StepWatch], None] | None = None,
         writer: Writer | None = None,
+        progress: Tell | None = None,
         **trl: Any,
     ) -> None:
         args = args if args is not None else HybridConfig()
@@ -166,6 +170,7 @@ class HybridTrainer(GRPOTrainer):
         self.rewarded = bool(reward_funcs)
         self.watch = watch
         self.method_state = self.objective.init()
+        self.phases = Phases(progress)
         self._captured: dict[str, Any] | None = None
         self._generation: Generation | None = None
         self._evaluated: Generation | None = None
@@ -176,7 +181,7 @@ class HybridTrainer(GRPOTrainer):
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
         add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
         if isinstance(teacher, str | os.PathLike | torch.nn.Module):
-            teacher = scorers_of(teacher, self.temperature)
+            teacher = scorers_of(teacher, self.temperature, self._processor)
         self._make_scorers = partial(
             scorers_for,
             self.plan,
@@ -196,9 +201,13 @@ class HybridTrainer(GRPOTrainer):
             set_clipping(self, self._parent_term.loss)
 
     def _writer(self) -> Writer:
-        processor = self.processing_class if hasattr(self.processing_class, "image_processor") else None
         style = PromptStyle(arguments=self.chat_template_kwargs)
-        return Writer(tokenizer=self._tokenizer, processor=processor, style=style, judge=judge_of(self.reward_funcs))
+        judge = judge_of(self.reward_funcs)
+        return Writer(tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge)
+
+    @property
+    def _processor(self) -> Any:
+        return self.processing_class if hasattr(self.processing_class, "image_processor") else None
 
     def bind_teachers(self) -> None:
         """Under ZeRO-3, which spreads the weights when the training begins, lets teachers score through engines too.
@@ -228,12 +237,14 @@ class HybridTrainer(GRPOTrainer):
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with self.phases.timed("rewards"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._captured = {"inputs": inputs, "prompts": prompts, "ids": completion_ids_list, "rewards": rewards}
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        out = super()._generate_and_score_completions(inputs)
+        with self.phases.counting(self.model, "generation", self.max_completion_length):
+            out = super()._generate_and_score_completions(inputs)
         captured, self._captured = self._captured, None
         assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
         own = self._rollouts(out, captured)
@@ -241,7 +252,8 @@ class HybridTrainer(GRPOTrainer):
         batch, scored = self._measure(out, own, everyone)
         whole = gather_batch(batch, self.accelerator.gather)
         before = self.method_state
-        assignment, state = self.objective.assign(whole, before)
+        with self.phases.timed("credit"):
+            assignment, state = self.objective.assign(whole, before)
         if self.model.training:
             self.method_state = state
         self._note(assignment, whole, scored)
@@ -292,20 +304,22 @@ class HybridTrainer(GRPOTrainer):
         """Teacher scores and the student's own log-probs of the rollouts, joined."""
         mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
         width = mask_BT.shape[1]
-        scored = score_views(self.plan, self.scorers, own, everyone, width)
+        with self.phases.timed("teacher"):
+            scored = score_views(self.plan, self.scorers, own, everyone, width)
         student = None
         if self.plan.student:
             run = partial(self._run, self.model, out)
             size = self.args.per_device_train_batch_size
-            student = measure_student(
-                run,
-                out["completion_ids"],
-                mask_BT,
-                self.plan,
-                scored.get(self.plan.distribution_view),
-                self.temperature,
-                size,
-            )
+            with self.phases.timed("student"):
+                student = measure_student(
+                    run,
+                    out["completion_ids"],
+                    mask_BT,
+                    self.plan,
+                    scored.get(self.plan.distribution_view),
+                    self.temperature,
+                    size,
+                )
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
             scored[view] = score_candidates(self.scorers[view], own, everyone, student.top, width)
@@ -391,6 +405,7 @@ class HybridTrainer(GRPOTrainer):
         own = self.objective.loss(assignment, batch, student)
         scale = self._micro_batches()
         self._log_terms(own)
+        self.phases.tell("update", self._step % self.args.steps_per_generation + 1, self.args.steps_per_generation)
         kept = own.kl + own.sft + (own.policy if self._parent_term is None else 0)
         return loss + kept * self.accelerator.num_processes * scale
 
@@ -451,8 +466,9 @@ class HybridTrainer(GRPOTrainer):
         mask = demonstration.mask_BU.to(inputs["prompt_mask"].dtype)
         ids = torch.cat([inputs["prompt_ids"], demonstration.ids_BU], 1)
         attention = torch.cat([inputs["prompt_mask"], mask], 1)
-        images = image_inputs(inputs, slice(None))
         width = demonstration.ids_BU.shape[1]
+        images = continued(image_inputs(inputs, slice(None)), inputs["prompt_ids"].shape[1], width)
+        images |= {key: inputs[key] for key in ("num_images", "num_tiles") if inputs.get(key) is not None}
         return super()._get_per_token_logps_and_entropies(model, ids, attention, width, **images)[0]
 
     # --- what is noted ----------------------------------------------------------------------------------------------
@@ -460,6 +476,8 @@ class HybridTrainer(GRPOTrainer):
     def _note(self, assignment: Assignment, whole: RolloutBatch, scored: Mapping[str, Any]) -> None:
         """Credit's metrics (already global) and what the teachers cost."""
         metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, seconds in self.phases.take().items():
+            metrics[name].append(seconds)
         for name, (total, count) in assignment.metrics.items():
             if count:
                 metrics[name].append(total / count)

@@ -85,6 +85,9 @@ class Watch(TrainerCallback):
             return
         named = {RENAMED.get(name, name): value for name, value in logs.items() if name not in LEFT_OUT}
         self._teacher_tokens += float(named.pop("teacher_tokens/step", 0.0) or 0.0)
+        parts = sum(float(value) for name, value in named.items() if name.startswith("time/") and name != "time/step_s")
+        if "time/step_s" in named:
+            named["time/update_s"] = max(0.0, float(named["time/step_s"]) - parts)
         named["rollouts/total"] = state.global_step * self.responses_per_step
         named["teacher_tokens/total"] = self._teacher_tokens
         named["time/total_s"] = time.perf_counter() - self._began - self._paused_s
@@ -211,4 +214,11 @@ def shown(prompt: Any) -> str:
     """A prompt as text."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {content_text(message['content'])}" for message in prompt)
+
+
+def content_text(content: Any) -> str:
+    """What a message says, with a mark for each picture."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
