@@ -1,6 +1,6 @@
 """The tiny vision models: a weak student and a good teacher of the Qwen3-VL family, made on the spot and cached.
 
-Each has some 150 000 parameters: one layer of vision (with its deep-stack branch), two of text, the byte-level tokenizer
+Each has some 150 000 parameters: one layer of vision (with its deep-stack branch), two of text, the byte tokenizer
 of `hybrid.tiny` with the family's vision tokens, and the image processor of the family with PIL. They are taught on the
 figures of `hybrid.tiny_figures` as `hybrid.tiny` teaches its text models, and stopped as soon as they are as good as
 their role wants. The teacher has never seen a degraded figure, as no teacher of the paper has.

@@ -32,6 +32,13 @@ class PictureProcessor(ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
+    def prepare_inputs_layout(self, images: Any = None, text: Any = None, **others: Any) -> Any:
+        """Also takes pictures row by row, with None for a row that has none; called by transformers."""
+        if isinstance(images, list | tuple):
+            rows = [row if isinstance(row, list | tuple) else [] if row is None else [row] for row in images]
+            images = [picture for row in rows for picture in row] or None
+        return super().prepare_inputs_layout(images=images, text=text, **others)
+
     def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **_: Any) -> str:
         """The placeholders of one picture; called by transformers."""
         num_patches = int(image_inputs["image_grid_thw"][image_idx].prod())
