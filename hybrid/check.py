@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +22,10 @@ from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
 from hybrid.read_config import Problem, validated
 from hybrid.rewards import build_rewards
-from hybrid.sources import held_out_prompts, training_prompts
+from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.teacher_config import (
     LocalTeacherConfig,
+    OneTeacherConfig,
     RecordedTeacherConfig,
     RoutedTeacherConfig,
     SelfTeacherConfig,
@@ -33,8 +35,19 @@ from hybrid.teacher_config import (
 from hybrid.tiny import tiny_tokenizer
 from hybrid.tiny_tasks import tiny_task
 from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
+from teachers.contexts import PromptStyle, render
 from teachers.errors import TeacherError
-from teachers.protocol import Row
+from teachers.findings import Finding as TeacherFinding
+from teachers.findings import PreflightFailed
+from teachers.preflight import preflight
+from teachers.protocol import Row, Want
+from teachers.tokenizer_check import tokenizer_findings
+
+NUM_ASKED = 4
+"""Prompts that a teacher is asked about."""
+
+COMPLETION = "3,8,12#12"
+"""What it is asked to score; any text of a few tokens would do."""
 
 FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".yaml"})
 
@@ -112,30 +125,64 @@ class _Checker:
         self._look_at_engine()
 
     def ask_teachers(self) -> None:
-        """Scores one sequence with the teacher, however it is reached."""
-        from hybrid.teaching import teacher_of
-
+        """Scores a few sequences with each teacher, however it is reached, and compares what can be compared."""
         config = self.config
-        if config.teacher is None or isinstance(config.teacher, SelfTeacherConfig):
+        if config.teacher is None:
             return
+        tokenizer = self._tokenizer(("student", "model"), config.student.model)
+        rows = self._try(("data", "source"), lambda: sample_rows(config, tokenizer))
+        for path, teacher in self._teachers():
+            if rows and not isinstance(teacher, SelfTeacherConfig | RecordedTeacherConfig):
+                model = self._tokenizer((*path, "model"), teacher.model)
+                self._try(path, lambda path=path, t=teacher, model=model: self._ask(path, t, rows, tokenizer, model))
 
-        def score() -> None:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                teacher_of(
-                    config.teacher,
-                    temperature=config.train.temperature,
-                    folder=Path(folder),
-                    student=config.student.model,
-                ) as taught,
-            ):
-                teacher = getattr(taught, "teacher", taught)
-                scores = teacher.score([Row(prompt_ids=(5, 6, 7), completion_ids=(8, 9))])
-            self._say(
-                "fact", ("teacher",), f"scored two tokens: {[round(x, 3) for x in scores.logprob_BT[0].tolist()]}"
+    def _ask(
+        self, path: KeyPath, config: OneTeacherConfig, rows: Sequence[Row], tokenizer: Any, own_tokenizer: Any
+    ) -> None:
+        from hybrid.teaching import Making, one
+
+        train = self.config.train
+        longest = train.max_prompt_length or max(len(row.prompt_ids) for row in rows)
+        top_k, max_length = teacher_top_k(self.config), longest + train.max_completion_length
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            making = Making(
+                temperature=train.temperature,
+                folder=Path(folder),
+                student=model_folder(self.config.student.model, "student"),
+                stack=stack,
+                top_k=top_k,
+                max_length=max_length,
             )
+            teacher = one(config, str(path[-1]), making)
+            try:
+                found = preflight(
+                    teacher,
+                    student_tokenizer=tokenizer,
+                    sample_rows=rows,
+                    max_length=max_length,
+                    want=Want(top_k=top_k),
+                    teacher_tokenizer=own_tokenizer,
+                    temperature=train.temperature,
+                    expected_model=config.model if isinstance(config, ServedTeacherConfig) else None,
+                    template_declared=getattr(config, "prompt", None) is not None,
+                    is_aligned=getattr(config, "align", False),
+                )
+            except PreflightFailed as error:
+                found = error.findings
+        for finding in found:
+            self._tell(path, finding)
 
-        self._try(("teacher",), score)
+    def _tell(self, path: KeyPath, finding: TeacherFinding) -> None:
+        level = "error" if finding.stops else "fact" if finding.ok else "warning"
+        self._say(level, path, f"{finding.name}: {finding.detail}" + ("" if finding.ok else f"; {finding.fix}"))
+
+    def _teachers(self) -> list[tuple[KeyPath, OneTeacherConfig]]:
+        """Every single teacher, and where it stands in the file."""
+        config = self.config.teacher
+        if config is None:
+            return []
+        several = isinstance(config, RoutedTeacherConfig)
+        return [(("teacher", "teachers", n) if several else ("teacher",), t) for n, t in teachers_of(config).items()]
 
     def _say(self, level: Literal["error", "warning", "fact"], path: KeyPath, message: str) -> None:
         finding = Finding(level, Problem(self.document.place(path), dotted(path), message))
@@ -232,19 +279,20 @@ class _Checker:
         return min(known)
 
     def _look_at_teachers(self, student: Any) -> None:
-        if self.config.teacher is None:
-            return
-        if not uses_teacher(self.config):
+        if self.config.teacher is not None and not uses_teacher(self.config):
             self._say("warning", ("teacher",), "is asked by no method of this experiment")
-        several = isinstance(self.config.teacher, RoutedTeacherConfig)
-        for name, teacher in teachers_of(self.config.teacher).items():
-            path: KeyPath = ("teacher", "teachers", name) if several else ("teacher",)
+        for path, teacher in self._teachers():
             if isinstance(teacher, RecordedTeacherConfig) and not Path(teacher.recorded).is_file():
                 self._say("error", (*path, "recorded"), f"there is no file '{teacher.recorded}'")
             if isinstance(teacher, LocalTeacherConfig | ServedTeacherConfig):
                 tokenizer = self._tokenizer((*path, "model"), teacher.model)
-                if tokenizer is not None and student is not None and not teacher.align:
-                    self._try((*path, "model"), lambda tokenizer=tokenizer: same_tokenizer(student, tokenizer))
+                if tokenizer is not None and student is not None:
+                    declared = teacher.prompt is not None
+                    for finding in tokenizer_findings(
+                        student, tokenizer, template_declared=declared, is_aligned=teacher.align
+                    ):
+                        if not finding.ok:
+                            self._tell((*path, "model"), finding)
 
     def _look_at_engine(self) -> None:
         file = self.config.engine.config_file
@@ -269,22 +317,22 @@ def has_columns(rows: datasets.Dataset, wanted: Sequence[tuple[str, str]]) -> No
             raise DataError(f"has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}")
 
 
-def same_tokenizer(student: Any, teacher: Any) -> None:
-    """Makes sure that student and teacher mean the same by every id that both have.
+def sample_rows(config: ExperimentConfig, tokenizer: Any) -> list[Row]:
+    """A few prompts with a made-up completion, as the student would hand them to a teacher."""
+    style = PromptStyle(arguments=config.student.chat_template_kwargs)
+    plain = PromptStyle()
+    rows = []
+    for prompt in training_prompts(config)[:NUM_ASKED]["prompt"]:
+        rendered = render(prompt, tokenizer, plain if isinstance(prompt, str) else style)
+        completion = tuple(tokenizer(COMPLETION, add_special_tokens=False)["input_ids"])
+        rows.append(Row(prompt_ids=rendered.ids, completion_ids=completion))
+    return rows
 
-    Raises:
-      DataError: they do not; names a token and its two ids.
-    """
-    own, other = student.get_vocab(), teacher.get_vocab()
-    differing = sorted((token for token in own if other.get(token) != own[token]), key=lambda token: own[token])
-    if differing:
-        token = differing[0]
-        there = f"id {other[token]}" if token in other else "no token"
-        raise DataError(
-            f"the teacher has another vocabulary than the student: {token!r} is id {own[token]} for the student and "
-            f"{there} for the teacher ({len(differing)} of {len(own)} tokens differ); choose a teacher with the "
-            "student's tokenizer, or set align: true for a method of sampled tokens"
-        )
+
+def teacher_top_k(config: ExperimentConfig) -> int:
+    """The largest support of its own that a method asks the teacher for; 0 for none."""
+    divergences = [d for method in config.methods.values() for d in method.build().divergences]
+    return max((d.top_k for d in divergences if d.support in ("teacher", "union")), default=0)
 
 
 def is_hub_name(name: str) -> bool:

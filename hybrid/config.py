@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from hybrid.data import DataConfig, GymSource
-from hybrid.errors import ConfigError
 from hybrid.methods import Method, MethodConfig
 from hybrid.rewards import RewardConfig
 from hybrid.teacher_config import ContextTemplate, Dtype, Settings, TeacherConfig
@@ -110,11 +109,11 @@ class EvaluateConfig(Settings):
 
     every: int = Field(default=0, ge=0, description="Steps between two evaluations; 0 evaluates before and after only.")
     samples: int = Field(default=4, ge=1, description="Responses per prompt: the k of avg@k and of the largest pass@k.")
-    prompts: int = Field(default=64, ge=1, description="How many held-out prompts, the first of the held-out set.")
+    prompts: int = Field(default=64, ge=1, description="How many held-out prompts: the first of the held-out set.")
     data: DataConfig | None = Field(
         default=None,
-        description="The held-out set. Null is the split `eval` of an embedded task, or other problems of the same "
-        "reasoning-gym task; every other source needs it.",
+        description="The held-out set. Null is the split `eval` of an embedded task, other problems of the same "
+        "reasoning-gym task, or the last `prompts` rows of any other source, which the training then leaves out.",
     )
     temperature: float = Field(default=1.0, ge=0, description="Of the responses; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the responses.")
@@ -237,8 +236,7 @@ class ExperimentConfig(Settings):
 def held_out(config: ExperimentConfig) -> DataConfig | None:
     """Where the held-out prompts come from; None where nothing is evaluated.
 
-    Raises:
-      ConfigError: the source has no held-out part of its own, and none is named.
+    Where `splits_off(config)`, they are the last rows of the training's own source.
     """
     if config.evaluate is None:
         return None
@@ -251,9 +249,12 @@ def held_out(config: ExperimentConfig) -> DataConfig | None:
         return config.data.model_copy(update={"source": other, "limit": None})
     if source.startswith(TINY):
         return config.data.model_copy(update={"split": "eval", "limit": config.evaluate.prompts})
-    raise ConfigError(
-        f"evaluate.data is missing: name the held-out prompts beside data.source '{source}', or write evaluate: null"
-    )
+    return config.data
+
+
+def splits_off(config: ExperimentConfig) -> bool:
+    """Whether the held-out prompts are the last rows of the training's own source; the training leaves them out."""
+    return config.evaluate is not None and held_out(config) is config.data
 
 
 def resolved_yaml(config: ExperimentConfig) -> str:

@@ -3,8 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from hybrid.config import ExperimentConfig, held_out
-from hybrid.errors import ConfigError
+from hybrid.config import ExperimentConfig
 from hybrid.methods import MethodConfig
 from hybrid.objective.objective import Objective
 from hybrid.teacher_config import (
@@ -30,7 +29,7 @@ def contradictions(config: ExperimentConfig) -> list[Contradiction]:
     Returns:
       One entry per trouble; empty for an experiment that may run.
     """
-    found = [*_batches(config), *_trl(config), *_held_out(config)]
+    found = [*_batches(config), *_trl(config), *_evaluation(config)]
     if uses_teacher(config):
         found += _temperatures(config)
     paths: list[KeyPath] = [("method",), *(("compare", index) for index in range(len(config.compare)))]
@@ -117,11 +116,7 @@ def _trl(config: ExperimentConfig) -> Iterator[Contradiction]:
             )
 
 
-def _held_out(config: ExperimentConfig) -> Iterator[Contradiction]:
-    try:
-        held_out(config)
-    except ConfigError as error:
-        yield ("evaluate",), str(error)
+def _evaluation(config: ExperimentConfig) -> Iterator[Contradiction]:
     if config.evaluate is not None and not config.rewards:
         yield ("evaluate",), "needs rewards to judge the answers; add rewards, or write evaluate: null"
 

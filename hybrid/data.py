@@ -144,7 +144,7 @@ def load_prompts(config: DataConfig, *, seed: int, builders: Mapping[str, Builde
         order = np.random.default_rng(config.shuffle_seed).permutation(len(rows))
     order = order[: config.limit]
     records = _taken(rows.select_columns(needed), order).to_list() if needed else [{}] * len(order)
-    prompts = [_prompt(config, record, where(row)) for row, record in zip(order, records, strict=True)]
+    prompts = [_prompt(config, record, where(int(row))) for row, record in zip(order, records, strict=True)]
     kept = [name for name in kept if name != "prompt"]
     others = _taken(rows.select_columns(kept), order) if kept else None
     prompt_rows = datasets.Dataset.from_dict({"prompt": prompts})

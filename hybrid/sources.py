@@ -5,19 +5,24 @@ from types import MappingProxyType
 
 import datasets
 
-from hybrid.config import HELD_OUT_SEED, TINY, ExperimentConfig, held_out
+from hybrid.config import HELD_OUT_SEED, TINY, ExperimentConfig, held_out, splits_off
 from hybrid.data import Builder, DataConfig, load_prompts
+from hybrid.errors import DataError
 from hybrid.tiny import Progress, Role, ensure_tiny
-from hybrid.tiny_tasks import tiny_dataset
+from hybrid.tiny_figures import vision_dataset
+from hybrid.tiny_tasks import VISION_TASKS, tiny_dataset
 
 TINY_ROWS = 512
 """Problems of an embedded task where `data.limit` does not say."""
 
 
 def tiny_prompts(config: DataConfig, seed: int) -> datasets.Dataset:
-    """The rows of `tiny:TASK`; see `hybrid.tiny_tasks.tiny_dataset`."""
+    """The rows of `tiny:TASK`; see `hybrid.tiny_tasks.tiny_dataset` and `hybrid.tiny_figures.vision_dataset`."""
     assert isinstance(config.source, str)
-    return tiny_dataset(config.source.removeprefix(TINY), config.split, config.limit or TINY_ROWS, seed)  # pyright: ignore
+    task = config.source.removeprefix(TINY)
+    if task in VISION_TASKS:
+        return vision_dataset(task, config.split, config.limit or TINY_ROWS, seed)
+    return tiny_dataset(task, config.split, config.limit or TINY_ROWS, seed)  # pyright: ignore
 
 
 BUILDERS: Mapping[str, Builder] = MappingProxyType({"tiny": tiny_prompts})
@@ -25,8 +30,22 @@ BUILDERS: Mapping[str, Builder] = MappingProxyType({"tiny": tiny_prompts})
 
 
 def training_prompts(config: ExperimentConfig) -> datasets.Dataset:
-    """The prompts of the training; see `load_prompts` for the errors."""
-    return load_prompts(config.data, seed=config.seed, builders=BUILDERS)
+    """The prompts of the training; see `load_prompts` for the errors.
+
+    Raises:
+      DataError: also where too few rows are left beside the held-out ones.
+    """
+    rows = load_prompts(config.data, seed=config.seed, builders=BUILDERS)
+    if not splits_off(config):
+        return rows
+    assert config.evaluate is not None
+    num_left = len(rows) - config.evaluate.prompts
+    if num_left < 1:
+        raise DataError(
+            f"{config.data.source}: has {len(rows)} rows, and evaluate.prompts {config.evaluate.prompts} of them are "
+            "held out, so none is left to train on; lower evaluate.prompts, or name others with evaluate.data"
+        )
+    return rows.select(range(num_left))
 
 
 def held_out_prompts(config: ExperimentConfig) -> datasets.Dataset | None:
@@ -34,17 +53,22 @@ def held_out_prompts(config: ExperimentConfig) -> datasets.Dataset | None:
 
     Raises:
       DataError: they cannot be loaded.
-      ConfigError: the training's source has no held-out part, and none is named.
     """
     source = held_out(config)
     if source is None or config.evaluate is None:
         return None
     rows = load_prompts(source, seed=HELD_OUT_SEED, builders=BUILDERS)
-    return rows.select(range(min(len(rows), config.evaluate.prompts)))
+    num = min(len(rows), config.evaluate.prompts)
+    return rows.select(range(len(rows) - num, len(rows)) if splits_off(config) else range(num))
 
 
 def model_folder(name: str, role: Role, progress: Progress | None = None) -> str:
     """What `from_pretrained` takes for a model of the experiment; an embedded one is made first where it is missing."""
-    if name.startswith(TINY):
-        return str(ensure_tiny(name.removeprefix(TINY), role, progress=progress))
-    return name
+    if not name.startswith(TINY):
+        return name
+    task = name.removeprefix(TINY)
+    if task in VISION_TASKS:
+        from hybrid.tiny_vision import ensure_tiny_vision
+
+        return str(ensure_tiny_vision(task, role, progress=progress))
+    return str(ensure_tiny(task, role, progress=progress))

@@ -1,6 +1,9 @@
 """`hybrid ui`: MLflow's own page on the store of an experiment, for this machine alone."""
 
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from hybrid.mlflow_store import default_uri
 from hybrid.read_config import read_experiment
 
 LOOPBACK = "127.0.0.1"
+STOP_S = 5.0  # that MLflow has to end by itself
 
 
 def store_uri(tracking: TrackingConfig) -> str:
@@ -23,7 +27,20 @@ def store_uri(tracking: TrackingConfig) -> str:
 
 def ui_command(uri: str, port: int) -> list[str]:
     """The command that opens MLflow on a store."""
-    return [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", LOOPBACK, "--port", str(port)]
+    return [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "ui",
+        "--backend-store-uri",
+        uri,
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
 
 
 def open_ui(file: Path | None, settings: Sequence[str], *, uri: str | None, folder: Path | None, port: int) -> int:
@@ -53,4 +70,17 @@ def open_ui(file: Path | None, settings: Sequence[str], *, uri: str | None, fold
         raise DataError(f"there are no runs yet: {database} does not exist; train first, or name a store with --uri")
     command = ui_command(chosen, port)
     console.print(f"http://{LOOPBACK}:{port}\n{shlex.join(command)}", markup=False)
-    return subprocess.run(command, check=False).returncode
+    return _run_until_ended(command)
+
+
+def _run_until_ended(command: Sequence[str]) -> int:
+    """Runs a server with its children in a group of their own, which ends with us however we end."""
+    server = subprocess.Popen(command, start_new_session=True)
+    try:
+        return server.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(STOP_S)

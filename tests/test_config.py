@@ -197,7 +197,6 @@ def test_another_method_can_be_chosen_on_the_command_line(read):
         ),
         ({"teacher": "teacher: {self: {sync: base}}"}, (), "x.yaml:3: teacher: is the model under the LoRA adapter"),
         ({}, ("evaluate={}", "rewards=[]", "method.name=opd"), "--set evaluate={}: evaluate: needs rewards to judge"),
-        ({}, ("evaluate={}", "data.source=x.jsonl"), "--set evaluate={}: evaluate: evaluate.data is missing: name the"),
         (
             {},
             ("data.columns=[answer]", "method.name=sft"),

@@ -1,0 +1,219 @@
+"""`hybrid check` on what ships, and on broken variants: one clear message, exit code 2, no traceback."""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid.check import check_experiment, is_hub_name
+from hybrid.read_config import read_experiment
+from hybrid.sources import held_out_prompts, training_prompts
+from tests.tiny_models import tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = (ROOT / "experiments" / "quickstart.yaml").read_text(encoding="utf-8")
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
+
+
+@pytest.fixture
+def broken(run_hybrid, tmp_path, monkeypatch):
+    """What `hybrid check` says of the quickstart with something changed in its text, and the line of the change."""
+    monkeypatch.chdir(tmp_path)
+
+    def broken(old, new):
+        assert QUICKSTART.count(old) == 1
+        Path("broken.yaml").write_text(QUICKSTART.replace(old, new), encoding="utf-8")
+        code, out, complaint = run_hybrid("check", "broken.yaml")
+        assert code == 2
+        assert "Traceback" not in out + complaint
+        assert "fine" not in out
+        place = f"broken.yaml:{QUICKSTART[: QUICKSTART.index(old)].count(chr(10)) + 1}"
+        return complaint.strip(), place
+
+    return broken
+
+
+def levels(findings, level):
+    return [str(finding) for finding in findings if finding.level == level]
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_what_ships_is_fine(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    findings = check_experiment(path.relative_to(ROOT))
+    assert levels(findings, "error") == []
+    warnings = levels(findings, "warning")
+    assert all("could not be looked at: the hub does not answer from here" in warning for warning in warnings)
+    assert bool(warnings) == path.stem.startswith("qwen3")
+
+
+def test_a_misspelt_key(broken):
+    complaint, place = broken("  generations:", "  generatoins:")
+    assert complaint == f"{place}: train.generatoins: unknown key; did you mean generations?"
+
+
+def test_a_missing_teacher(broken):
+    complaint, _ = broken("teacher: {model", "# teacher: {model")
+    opdvr, opd = complaint.splitlines()
+    assert "method.name: opdvr needs a teacher (scores.teacher), and the experiment has none; add teacher: {" in opdvr
+    assert opdvr.endswith("or choose a method without one, such as grpo")
+    assert "compare.1.name: opd needs a teacher" in opd
+
+
+def test_a_wrong_type(broken):
+    complaint, place = broken("lr: 1e-3", "lr: fast")
+    assert complaint == f'{place}: student.lr: should be a number; got "fast"'
+
+
+def test_a_negative_clip(broken):
+    complaint, place = broken("method: {name: opdvr}", "method: {name: opdvr, clip_low: -0.2}")
+    assert complaint == f"{place}: method.opdvr.clip_low: should be greater than or equal to 0; got -0.2"
+
+
+def test_an_unknown_method(broken):
+    complaint, place = broken("method: {name: opdvr}", "method: {name: opdvrr}")
+    assert complaint == f"{place}: method.name: there is no 'opdvrr'; did you mean opdvr?"
+
+
+def test_a_method_without_its_measurements(broken):
+    complaint, _ = broken("method: {name: opdvr}", "method: {name: rstg}")
+    assert (
+        "data.source: has no column 'demonstration', which the method rstg needs; it has: prompt, answer" in complaint
+    )
+    assert "\n" not in complaint
+
+
+def test_a_teacher_of_another_vocabulary(broken, tmp_path):
+    tokenizer().save_pretrained(tmp_path / "other")
+    complaint, place = broken("teacher: {model: tiny:chain_sum}", "teacher: {model: other}")
+    assert complaint == (
+        f"{place}: teacher.model: tokenizer: token '<pad>' is unknown for the student and id 0 for the teacher "
+        "(259 and 41 tokens in all); use a teacher of the student's family, load the student's tokenizer for both, or "
+        "align across tokenizers; ids of one mean something else to the other"
+    )
+
+
+def test_a_missing_file(broken, tmp_path):
+    complaint, place = broken("data: {source: tiny:chain_sum}", "data: {source: prompts/none.jsonl}")
+    assert complaint == f"{place}: data.source: prompts/none.jsonl: no such file or folder (looked in {tmp_path})"
+
+
+def test_an_empty_data_set(broken):
+    Path("empty.jsonl").write_text("\n", encoding="utf-8")
+    complaint, place = broken("data: {source: tiny:chain_sum}", "data: {source: empty.jsonl}")
+    assert complaint == f"{place}: data.source: empty.jsonl: the data set is empty; at least one prompt is needed"
+
+
+def test_a_prompt_longer_than_the_limit(broken):
+    complaint, _ = broken("  max_completion_length: 24", "  max_prompt_length: 7\n  max_completion_length: 24")
+    assert "data.source: prompt 0 has 8 tokens and the limit is 7; raise the limit, shorten the prompt" in complaint
+    assert complaint.endswith("=")
+    assert "\n" not in complaint
+
+
+def test_a_completion_that_leaves_no_room(broken):
+    complaint, _ = broken("  max_completion_length: 24", "  max_completion_length: 256")
+    assert "leaves no room for a prompt in the student's context of 256 tokens" in complaint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "student:\n  model: tiny:chain_sum",
+            "student:\n  model: tiny:sums",
+            "student.model: no tiny task is called 'sums'",
+        ),
+        ("student:\n  model: tiny:chain_sum", "student:\n  model: ./none", "student.model: there is no model './none'"),
+        ("data: {source: tiny:chain_sum}", "data: {source: tiny:sums}", "data.source: no tiny task is called 'sums'"),
+        (
+            "data: {source: tiny:chain_sum}",
+            "data: {source: {task: chain_sun}}",
+            "data.source: reasoning-gym has no task",
+        ),
+        (
+            "data: {source: tiny:chain_sum}",
+            "data: {source: tiny:chain_sum, limit: 3}",
+            "a step takes 16 prompts; the data",
+        ),
+        ("teacher: {model: tiny:chain_sum}", "teacher: {recorded: none.jsonl}", "teacher.recorded: there is no file"),
+        (
+            "rewards:\n  - {name: exact",
+            "rewards:\n  - {answer_column: gold, name: exact",
+            "has no column 'gold', which the",
+        ),
+        ("rewards:\n", "rewards:\n  - {name: python, path: 'none.py:judge'}\n", "rewards: reward file "),
+        (
+            "evaluate: {",
+            "evaluate: {data: {source: none.parquet}, ",
+            "evaluate.data: none.parquet: no such file or folder",
+        ),
+        (
+            "seed: 0",
+            "seed: 0\nengine: {kind: deepspeed, config_file: none.json}",
+            "engine.config_file: 'none.json' cannot be",
+        ),
+    ],
+)
+def test_other_things_that_are_not_there(broken, old, new, message):
+    complaint, _ = broken(old, new)
+    assert message in complaint
+    assert "\n" not in complaint
+
+
+def test_a_deepspeed_file_that_is_no_json(broken):
+    Path("ds.json").write_text("{", encoding="utf-8")
+    complaint, _ = broken("seed: 0", "seed: 0\nengine: {kind: deepspeed, config_file: ds.json}")
+    assert "engine.config_file: 'ds.json' is no JSON" in complaint
+
+
+def test_a_folder_without_a_tokenizer(broken, tmp_path):
+    (tmp_path / "model").mkdir()
+    complaint, _ = broken("student:\n  model: tiny:chain_sum", "student:\n  model: model")
+    assert "student.model: the folder 'model' holds no tokenizer" in complaint
+
+
+def test_an_idle_teacher_and_no_evaluation_are_worth_a_warning(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(QUICKSTART, encoding="utf-8")
+    warnings = levels(check_experiment(path, ["method.name=grpo", "compare=[]", "evaluate="]), "warning")
+    assert [warning.partition(": ")[2] for warning in warnings] == [
+        "nothing is evaluated on held-out prompts; `evaluate: {}` does it",
+        "teacher: is asked by no method of this experiment",
+    ]
+
+
+def test_the_last_rows_of_a_file_are_held_out(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(10)), encoding="utf-8")
+    path = tmp_path / "x.yaml"
+    path.write_text(QUICKSTART, encoding="utf-8")
+    config = read_experiment(path, [f"data.source={rows}", "evaluate.prompts=3", "data.shuffle_seed=4"])
+    trained, held = training_prompts(config)["prompt"], held_out_prompts(config)
+    assert held is not None
+    assert (len(trained), len(held)) == (7, 3)
+    assert sorted([*trained, *held["prompt"]]) == sorted(f"{n}+1=" for n in range(10))
+    again = held_out_prompts(
+        read_experiment(path, [f"data.source={rows}", "evaluate.prompts=3", "data.shuffle_seed=4", "seed=9"])
+    )
+    assert again is not None
+    assert again["prompt"] == held["prompt"]
+    findings = check_experiment(path, [f"data.source={rows}", "evaluate.prompts=10"])
+    assert "10 of them are held out, so none is left to train on" in levels(findings, "error")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("gpt2", True),
+        ("./model", False),
+        ("/model", False),
+        ("runs/a/b", False),
+        ("data/prompts.jsonl", False),
+        ("prompts.json", False),
+        ("tests", False),
+    ],
+)
+def test_a_name_on_the_hub_is_told_from_a_file(monkeypatch, name, expected):
+    monkeypatch.chdir(ROOT)
+    assert is_hub_name(name) == expected
