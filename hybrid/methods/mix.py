@@ -7,12 +7,14 @@ No paper: ours.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import override
 
-from hybrid.methods.base import MethodConfig
+from hybrid.errors import ConfigError
+from hybrid.methods.base import MethodConfig, ViewSpec
 from hybrid.methods.constant import Constant
 from hybrid.methods.dapo import Dapo
 from hybrid.methods.dr_grpo import DrGrpo
@@ -35,8 +37,10 @@ from hybrid.methods.shaping import Shaping
 from hybrid.methods.sipo import Sipo
 from hybrid.methods.sipo_analytic import SipoAnalytic
 from hybrid.methods.va_opd import VaOpd
+from hybrid.objective.groups import all_right, all_wrong, mixed
 from hybrid.objective.objective import Objective, mix
 from hybrid.objective.schedules import Number
+from hybrid.objective.step import only
 
 Single = Annotated[
     Constant
@@ -74,6 +78,26 @@ class Part(BaseModel):
 
     weight: Number = Field(default=1.0, description="Factor of the method's loss; a number or a schedule.")
     method: Single = Field(description="The method and its settings.")
+    rows: Literal["all", "all_wrong", "mixed", "all_right"] = Field(
+        default="all", description="Which groups the method trains; the others count in its denominator with credit 0."
+    )
+
+    def build(self) -> Objective:
+        """The method's objective, on its rows."""
+        built = self.method.build()
+        if self.rows == "all":
+            return built
+        return Objective(tuple(replace(term, credit=only(ROWS[self.rows], term.credit)) for term in built.terms))
+
+    @property
+    def wanted_views(self) -> Mapping[str, ViewSpec]:
+        """How each view that the method reads is made; the plain teacher where it does not say."""
+        names = {need.split(".")[1] for need in self.method.build().needs if need.startswith("scores.")}
+        return {name: ViewSpec() for name in sorted(names - {"student"})} | dict(self.method.views)
+
+
+ROWS = {row_test.name: row_test for row_test in (all_wrong(), mixed(), all_right())}
+"""The tests that `rows` names."""
 
 
 class Mix(MethodConfig):
@@ -94,4 +118,36 @@ class Mix(MethodConfig):
 
     @override
     def build(self) -> Objective:
-        return mix(*((part.weight, part.method.build()) for part in self.parts))
+        return mix(*((part.weight, part.build()) for part in self.parts))
+
+    @property
+    @override
+    def views(self) -> Mapping[str, ViewSpec]:
+        together: dict[str, ViewSpec] = {}
+        for part in self.parts:
+            for name, spec in part.wanted_views.items():
+                together[name] = joined(name, together.get(name, spec), spec)
+        return {name: spec for name, spec in together.items() if spec != ViewSpec()}
+
+    @model_validator(mode="after")
+    def _has_one_making_of_each_view(self) -> Self:
+        assert self.views is not None  # raises where two parts disagree
+        return self
+
+
+def joined(name: str, one: ViewSpec, other: ViewSpec) -> ViewSpec:
+    """One making of a view for two parts: the same, but scored on all rows where either asks for all.
+
+    Raises:
+      ConfigError: the parts want it made differently.
+    """
+    if one == other:
+        return one
+    one, other = (
+        replace(spec, options={k: v for k, v in spec.options.items() if k != "rows"}) for spec in (one, other)
+    )
+    if one != other:
+        raise ConfigError(
+            f"two parts want scores.{name} made differently: {one} and {other}; give them the same settings of it"
+        )
+    return one

@@ -202,6 +202,30 @@ def route(*branches: tuple[RowTest, Step]) -> Step:
     )
 
 
+def only(row_test: RowTest, step: Step) -> Step:
+    """The step for the rows that pass a test; the rest trains nothing, and counts in the denominator as with `route`.
+
+    Unlike a route of one branch it keeps the branches of the step that it wraps.
+    """
+
+    def apply(credit: Credit, batch: RolloutBatch, state: State) -> tuple[Credit, State]:
+        rows_B = row_test.test(batch)
+        own_batch = replace(batch, mask_BT=batch.mask_BT & rows_B[:, None])
+        inner, state = step.apply(replace(credit, gate_BT=own_batch.mask_BT), own_batch, state)
+        blank_rows = replace(credit, known_BT=batch.mask_BT, gate_BT=torch.zeros_like(credit.gate_BT))
+        out = merge(blank_rows, inner, rows_B, 0).noting(f"only/{row_test.name}", rows_B.sum(), rows_B.numel())
+        return replace(out, branch_B=inner.branch_B.masked_fill(~rows_B, -1)) if step.branches else out, state
+
+    return step._replace(
+        name=f"only({row_test.name}: {step.name})",
+        first=Phase.SIGNAL,
+        last=Phase.WEIGHT,
+        apply=apply,
+        needs=step.needs | row_test.needs,
+        branches=step.branches or (row_test.name,),
+    )
+
+
 def merge(out: Credit, branch: Credit, rows_B: Bool[Tensor, " B"], index: int) -> Credit:
     """`out` with the rows of one branch put in."""
     rows_B1 = rows_B[:, None]
