@@ -103,7 +103,7 @@ def explanation(
     objective = method.build()
     batch = records.batch if step is None else replace(records.batch, step=step)
     batch = _complete(batch, objective)
-    _need_all(batch, objective)
+    _need_all(batch, objective, records.partial)
     assignment, new_state = objective.assign(batch, _checked_state(state, objective))
     loss = objective.loss(assignment, batch, _student_pass(records, batch, objective))
     for name in ("policy", "kl", "sft"):
@@ -152,9 +152,12 @@ def _checked_state(state: State | None, objective: Objective) -> State:
     return first | dict(state or {})
 
 
-def _need_all(batch: RolloutBatch, objective: Objective) -> None:
+def _need_all(batch: RolloutBatch, objective: Objective, partial: Mapping[str, str]) -> None:
     """Refuses a record without a measurement that some step or loss reads, before anything is computed."""
     for need in sorted(objective.needs):
+        for told in (need, f"{need}.logprobs", need.replace("student", "current")):
+            if told in partial:
+                raise DataError(partial[told])
         name, _, part = need.removeprefix("scores.").partition(".")
         if need == "demonstration":
             batch.texts()

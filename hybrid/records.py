@@ -45,6 +45,8 @@ class Records:
       tokens: text of each token; None for a line without.
       prompts, completions: texts; None for a line without.
       rewards: named rewards of each response.
+      partial: measurements that only some lines have -> the message for a method that reads them; such a measurement
+        counts as not made.
     """
 
     batch: RolloutBatch
@@ -57,6 +59,7 @@ class Records:
     prompts: tuple[str | None, ...] = ()
     completions: tuple[str | None, ...] = ()
     rewards: tuple[Mapping[str, float | None], ...] = field(default=())
+    partial: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -82,23 +85,24 @@ def read_records(path: Path, *, step: int | None = None) -> Records:
     width = max(len(line.token_ids) for line in lines)
     prompt_ids = tuple(str(line.prompt_id) for line in lines)
     groups = {prompt_id: number for number, prompt_id in enumerate(dict.fromkeys(prompt_ids))}
-    student_BT = _per_token(rows, "student_logprobs", lambda line: line.student_logprobs, width)
+    partial: dict[str, str] = {}
+    student_BT = _per_token(rows, "student_logprobs", lambda line: line.student_logprobs, width, partial)
     current_BT = _per_token(
-        rows, "current_logprobs", lambda line: line.current_logprobs or line.student_logprobs, width
+        rows, "current_logprobs", lambda line: line.current_logprobs or line.student_logprobs, width, partial
     )
-    demonstration, demonstration_logprob_BU = _demonstration(rows)
+    demonstration, demonstration_logprob_BU = _demonstration(rows, partial)
     mask_BT = _padded([line.token_mask or [1] * len(line.token_ids) for line in lines], width, 0).bool()
     return Records(
         batch=RolloutBatch(
             group_B=torch.tensor([groups[prompt_id] for prompt_id in prompt_ids]),
             mask_BT=mask_BT,
-            reward_B=_per_row(rows, "reward", lambda line: line.reward, optional=True),
-            truncated_B=_flags(rows),
+            reward_B=_per_row(rows, "reward", lambda line: line.reward, partial, optional=True),
+            truncated_B=_flags(rows, partial),
             student_logprob_BT=student_BT,
-            entropy_BT=_per_token(rows, "entropies", lambda line: line.entropies, width),
-            reverse_kl_BT=_per_token(rows, "kl", lambda line: line.kl, width),
-            teacher_accuracy_B=_per_row(rows, "teacher_accuracy", lambda line: line.teacher_accuracy),
-            views=_views(rows, width, mask_BT, student_BT),
+            entropy_BT=_per_token(rows, "entropies", lambda line: line.entropies, width, partial),
+            reverse_kl_BT=_per_token(rows, "kl", lambda line: line.kl, width, partial),
+            teacher_accuracy_B=_per_row(rows, "teacher_accuracy", lambda line: line.teacher_accuracy, partial),
+            views=_views(rows, width, mask_BT, student_BT, partial),
             demonstration=demonstration,
             step=step or 0,
             max_length=width,
@@ -113,6 +117,7 @@ def read_records(path: Path, *, step: int | None = None) -> Records:
         prompts=tuple(line.prompt for line in lines),
         completions=tuple(line.completion for line in lines),
         rewards=tuple(line.rewards or {} for line in lines),
+        partial=partial,
     )
 
 
@@ -137,7 +142,11 @@ def _padded(lists: Sequence[Sequence[float]], width: int, fill: float) -> Float[
 
 
 def _per_token(
-    rows: Sequence[Row], key: str, values: Callable[[RecordLine], Sequence[float] | None], width: int
+    rows: Sequence[Row],
+    key: str,
+    values: Callable[[RecordLine], Sequence[float] | None],
+    width: int,
+    partial: dict[str, str],
 ) -> Float[Tensor, "B T"] | None:
     """A measurement with one number per token; None where no line with a token has it."""
     lists = [values(row.line) for row in rows]
@@ -146,7 +155,8 @@ def _per_token(
     missing = [row for row, found in zip(rows, lists, strict=True) if found is None and row.line.token_ids]
     if key == "kl" and any(_teacher_scored(row) for row in rows):
         missing = [row for row in missing if _teacher_scored(row)]
-    _refuse_missing(missing, key, "leave it out of every line where it was not measured")
+    if _is_partial(missing, key, "leave it out of every line where it was not measured", partial):
+        return None
     return _padded([found or [] for found in lists], width, 0)
 
 
@@ -157,38 +167,58 @@ def _teacher_scored(row: Row) -> bool:
 
 
 def _per_row(
-    rows: Sequence[Row], key: str, value: Callable[[RecordLine], float | None], *, optional: bool = False
+    rows: Sequence[Row],
+    key: str,
+    value: Callable[[RecordLine], float | None],
+    partial: dict[str, str],
+    *,
+    optional: bool = False,
 ) -> Float[Tensor, " B"] | None:
     """A measurement with one number per response; with `optional`, a null is NaN and only an absent key is missing."""
     present = [key in row.line.model_fields_set and (optional or value(row.line) is not None) for row in rows]
     if not any(present):
         return None
     missing = [row for row, found in zip(rows, present, strict=True) if not found]
-    _refuse_missing(missing, key, "write null for an unscored response" if optional else "measure it for every prompt")
+    advice = "write null for an unscored response" if optional else "measure it for every prompt"
+    if _is_partial(missing, key, advice, partial):
+        return None
     found = [value(row.line) for row in rows]
     return torch.tensor([torch.nan if number is None else number for number in found], dtype=torch.float64)
 
 
-def _flags(rows: Sequence[Row]) -> Tensor | None:
+def _flags(rows: Sequence[Row], partial: dict[str, str]) -> Tensor | None:
     """Which responses hit the length limit; None where no line says."""
-    number_B = _per_row(rows, "truncated", lambda line: line.truncated)
+    number_B = _per_row(rows, "truncated", lambda line: line.truncated, partial)
     return None if number_B is None else number_B > 0
 
 
-def _refuse_missing(missing: Sequence[Row], key: str, advice: str) -> None:
+def _is_partial(missing: Sequence[Row], key: str, advice: str, partial: dict[str, str]) -> bool:
+    """Whether some lines lack a measurement that others have; notes what a method that reads it is told."""
     if missing:
-        raise DataError(f"{missing[0].where}: {key} is missing, and other lines have it; {advice}")
+        partial[key] = f"{missing[0].where}: {key} is missing, and other lines have it; {advice}"
+    return bool(missing)
 
 
 def _views(
-    rows: Sequence[Row], width: int, mask_BT: Tensor, student_BT: Float[Tensor, "B T"] | None
+    rows: Sequence[Row],
+    width: int,
+    mask_BT: Tensor,
+    student_BT: Float[Tensor, "B T"] | None,
+    partial: dict[str, str],
 ) -> dict[str, View]:
     """Every scorer that some line has, in the order of their names."""
     names = sorted({name for row in rows for name, score in (row.line.scores or {}).items() if score})
-    return {name: _view(rows, name, width, mask_BT, student_BT) for name in names}
+    return {name: _view(rows, name, width, mask_BT, student_BT, partial) for name in names}
 
 
-def _view(rows: Sequence[Row], name: str, width: int, mask_BT: Tensor, student_BT: Float[Tensor, "B T"] | None) -> View:
+def _view(
+    rows: Sequence[Row],
+    name: str,
+    width: int,
+    mask_BT: Tensor,
+    student_BT: Float[Tensor, "B T"] | None,
+    partial: dict[str, str],
+) -> View:
     scores = [(row.line.scores or {}).get(name) for row in rows]
     sampled = any(score and score.logprobs is not None for score in scores)
     lists: list[list[float]] = []
@@ -203,12 +233,12 @@ def _view(rows: Sequence[Row], name: str, width: int, mask_BT: Tensor, student_B
     if name == "student":
         valid_BT = mask_BT
         logprob_BT = student_BT if student_BT is not None and not sampled else logprob_BT
-    ids, logprobs = _support(rows, name, scores, width)
+    ids, logprobs = _support(rows, name, scores, width, partial)
     return View(logprob_BT=logprob_BT, valid_BT=valid_BT & mask_BT, top_ids_BTK=ids, top_logprob_BTK=logprobs)
 
 
 def _support(
-    rows: Sequence[Row], name: str, scores: Sequence[ScoreLine | None], width: int
+    rows: Sequence[Row], name: str, scores: Sequence[ScoreLine | None], width: int, partial: dict[str, str]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ids and log-probs of a scorer's top-k support, padded to the widest position; None where no line has one."""
     tops = [
@@ -219,7 +249,9 @@ def _support(
         return None, None
     must = [score is not None or name == "student" for score in scores]
     lacking = [row for row, top, m in zip(rows, tops, must, strict=True) if top is None and m and row.line.token_ids]
-    _refuse_missing(lacking, f"scores.{name}.top_ids", "leave it out of every line where it was not measured")
+    advice = "leave it out of every line where it was not measured"
+    if _is_partial(lacking, f"scores.{name}.top", advice, partial):
+        return None, None
     num_top = max((len(ids) for top in tops if top for ids in top[0]), default=0)
     ids_BTK = torch.full((len(rows), width, num_top), -1, dtype=torch.long)
     logprob_BTK = torch.full((len(rows), width, num_top), -torch.inf, dtype=torch.float64)
@@ -230,7 +262,9 @@ def _support(
     return ids_BTK, logprob_BTK
 
 
-def _demonstration(rows: Sequence[Row]) -> tuple[Demonstration | None, Float[Tensor, "B U"] | None]:
+def _demonstration(
+    rows: Sequence[Row], partial: dict[str, str]
+) -> tuple[Demonstration | None, Float[Tensor, "B U"] | None]:
     """The texts to imitate and the student's log-probs of them; None where no line has any."""
     texts = [row.line.demonstration for row in rows]
     if not any(texts):
@@ -243,5 +277,6 @@ def _demonstration(rows: Sequence[Row]) -> tuple[Demonstration | None, Float[Ten
     scored = [row for row, text in zip(rows, texts, strict=True) if text and text.token_ids and text.logprobs is None]
     if len(scored) == sum(bool(row) for row in ids):
         return demonstration, None
-    _refuse_missing(scored, "demonstration.logprobs", "record it for every text")
+    if _is_partial(scored, "demonstration.logprobs", "record it for every text", partial):
+        return demonstration, None
     return demonstration, _padded([text.logprobs or [] if text else [] for text in texts], width, 0)

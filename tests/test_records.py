@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from hybrid.errors import DataError, HybridError
+from hybrid.errors import DataError, HybridError, MissingMeasurement
+from hybrid.explain import explain
+from hybrid.methods import method_of
 from hybrid.records import Texts, read_records, record_lines, write_records
 from hybrid.types import Demonstration, RolloutBatch, View
 
@@ -141,8 +144,8 @@ def test_a_failed_teacher_row_needs_no_kl(file_of):
     failed = line(scores={"teacher": {"logprobs": [None, None, None]}})
     batch = read_records(file_of(scored, line(scores={"teacher": None}), failed)).batch
     assert batch.need("kl").tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]]
-    with pytest.raises(DataError, match=r"line 2 .*kl is missing"):
-        read_records(file_of(scored, line(scores={"teacher": {"logprobs": [-1, None, None]}})))
+    partial = read_records(file_of(scored, line(scores={"teacher": {"logprobs": [-1, None, None]}}))).partial
+    assert "line 2 (response p1/1): kl is missing" in partial["kl"]
 
 
 def test_an_empty_response_needs_no_measurement(file_of):
@@ -243,26 +246,36 @@ INCOMPLETE = {
 
 
 @pytest.mark.parametrize(("key", "first", "advice"), [(k, *v) for k, v in INCOMPLETE.items()], ids=INCOMPLETE)
-def test_a_measurement_of_some_lines_only_is_an_error(file_of, key, first, advice):
-    with pytest.raises(DataError, match=rf"line 2 \(response p1/1\): {key} is missing, and other lines .*{advice}"):
-        read_records(file_of(first, line()))
+def test_a_measurement_of_some_lines_only_counts_as_not_made(file_of, key, first, advice):
+    """It is an error for the methods that read it alone; the message names the line."""
+    records = read_records(file_of(first, line()))
+    told = rf"line 2 \(response p1/1\): {key} is missing, and other lines .*{advice}"
+    assert re.search(told, records.partial[key])
+    with pytest.raises(MissingMeasurement):
+        records.batch.need(key)
+
+
+def test_only_a_method_that_reads_it_minds_a_partial_measurement(file_of):
+    rows = (line(reward=1.0, student_logprobs=[-1] * 3, kl=[0, 1, 2]), line(reward=0.0, student_logprobs=[-1] * 3))
+    records = read_records(file_of(*rows))
+    assert explain(method_of("grpo"), records)["loss"]["policy"] == 0.0
+    with pytest.raises(DataError, match=r"line 2 .*kl is missing"):
+        explain(method_of("kat"), records)
 
 
 def test_named_rewards_do_not_stand_in_for_the_reward(file_of):
     assert read_records(file_of(line(rewards={"correct": 1.0}))).batch.reward_B is None
 
 
-def test_a_scored_row_without_the_support_of_the_others_is_an_error(file_of):
+def test_a_scored_row_without_the_support_of_the_others_is_noted(file_of):
     top = {"logprobs": [-1, -1, -1], "top_ids": [[1]] * 3, "top_logprobs": [[-1.0]] * 3}
     rows = (line(scores={"teacher": top}), line(scores={"teacher": {"logprobs": [-1, -1, -1]}}))
-    with pytest.raises(DataError, match=r"line 2 .*scores.teacher.top_ids is missing"):
-        read_records(file_of(*rows))
+    assert "scores.teacher.top is missing" in read_records(file_of(*rows)).partial["scores.teacher.top"]
 
 
-def test_a_text_without_logprobs_beside_others_is_an_error(file_of):
+def test_a_text_without_logprobs_beside_others_is_noted(file_of):
     rows = (line(demonstration={"token_ids": [1], "logprobs": [-1]}), line(demonstration={"token_ids": [1]}))
-    with pytest.raises(DataError, match=r"line 2 .*demonstration.logprobs is missing"):
-        read_records(file_of(*rows))
+    assert "demonstration.logprobs is missing" in read_records(file_of(*rows)).partial["demonstration.logprobs"]
 
 
 def test_two_responses_of_one_name_are_refused(file_of):
