@@ -1,7 +1,8 @@
 """A cut at a random place: the length-matched control for methods that stop a response early.
 
 The place must not depend on how rows are ordered or spread over processes, and `hybrid explain` must find it again in a
-record, so it is drawn from the row itself: seed, step, length and the measured KL (as float32) decide.
+record, so it is drawn from the row itself: seed, step, length and the places of its largest KLs decide. Their values do
+not: the last bits of a value depend on which rows share a forward.
 """
 
 import math
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from hybrid.objective.step import Step, gate
 from hybrid.types import Credit, RolloutBatch
+
+NUM_LARGEST = 4
+"""How many of the largest KLs tell one response from another."""
 
 
 def random_share(fingerprint: bytes, *, seed: int, step: int, keep_share: float) -> float:
@@ -43,7 +47,9 @@ def random_cut(
     keep_BT = torch.zeros_like(mask_BT)
     for row, (kl_T, mask_T) in enumerate(zip(reverse_kl_BT, mask_BT, strict=True)):
         used = kl_T[mask_T].to("cpu", torch.float32)
-        share = random_share(used.numpy().tobytes(), seed=seed, step=step, keep_share=keep_share)
+        largest = used.argsort(descending=True, stable=True)[:NUM_LARGEST]
+        fingerprint = f"{len(used)}/{largest.tolist()}".encode()
+        share = random_share(fingerprint, seed=seed, step=step, keep_share=keep_share)
         keep_BT[row] = mask_T.cumsum(0) <= max(min_keep, math.ceil(share * len(used)))
     return keep_BT & mask_BT
 
