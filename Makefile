@@ -8,12 +8,22 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	echo $$p; break; fi; done)
 PIP_FLAGS ?=
 CHROMIUM := chromium chromium-browser google-chrome google-chrome-stable chrome
+STUDY_TASKS := chain_sum carry_sum long_sum
 OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: quickstart install dev test lint docs constraints browser clean
+.PHONY: quickstart study install dev test lint docs constraints browser clean
 
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/hybrid train experiments/quickstart.yaml
+
+# All of experiments/study.yaml; stopped with ctrl-C, it goes on with the cells that are missing.
+study: $(VENV)/.installed $(STUDY_TASKS:%=runs/demonstrations/%.jsonl)
+	$(VENV)/bin/hybrid sweep experiments/study.yaml
+
+# The training prompts of a tiny task with its teacher's accuracy and shortest right answer.
+runs/demonstrations/%.jsonl: | $(VENV)/.installed
+	$(VENV)/bin/hybrid teacher demonstrate experiments/quickstart.yaml $@ \
+	--set teacher.model=tiny:$* --set data.source=tiny:$*
 
 install: $(VENV)/.installed
 

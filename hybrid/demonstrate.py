@@ -62,11 +62,15 @@ def demonstrate(
         success_at=config.evaluate.success_at if config.evaluate else 1.0,
     )
     part = None if report is None else lambda done, total: report("the teacher answers", done, total)
-    found = evaluate(model, tokenizer, prompts, build_rewards(config.rewards), sampling, report=part)
+    chat = config.student.chat_template_kwargs if block.prompt is None else block.prompt.chat_template_kwargs
+    rewards = build_rewards(config.rewards)
+    found = evaluate(model, tokenizer, prompts, rewards, sampling, chat_template_kwargs=chat, report=part)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("wb") as file:
+    partial = out.with_name(f"{out.name}.partial")
+    with partial.open("wb") as file:
         for row in rows_of(prompts, found):
             file.write(orjson.dumps(row) + b"\n")
+    partial.replace(out)  # never half a file under the name that experiments read
     return {
         "teacher_accuracy": float(found.right_PK.mean()),
         "with_demonstration": float(found.right_PK.any(1).mean()),

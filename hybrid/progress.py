@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-SHOWN = (("reward", "reward"), ("eval/avg", "held-out"), ("gap/mean", "gap"), ("loss", "loss"))
+SHOWN = (("reward", "reward"), ("eval/avg", "held-out"), ("gap/mean", "gap"), ("train/loss", "loss"))
 """Beginning of a metric's name, and how the bar calls it."""
 
 PLAIN_EVERY = 10

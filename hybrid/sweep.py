@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 from filelock import FileLock, Timeout
@@ -19,19 +20,26 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from hybrid.errors import HybridError
-from hybrid.launch import RESULT_FILE, Place, Setting, quiet, saved, train_method
+from hybrid.config import TINY, ExperimentConfig
+from hybrid.errors import ConfigError
+from hybrid.launch import RESULT_FILE, Place, Setting, last_checkpoint, quiet, saved, train_method
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
 from hybrid.sweep_config import Cell, SweepConfig, read_sweep
+from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import teacher_of
 from hybrid.tracking import Tracker
-from teachers.errors import TeacherError
 
 FAILED_FILE = "failed.txt"
 """Why a cell failed; such a cell is tried again by the next start."""
+
+MADE_OF_FILE = "made_of.json"
+"""What a cell was run with: its settings, and which embedded models."""
+
+FAILURES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""What a model, a verifier, a teacher or a full disk can raise; it fails a cell, and the others go on."""
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at what is done."""
@@ -62,7 +70,7 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
       0 where every cell is done, 1 where some failed, 130 after ctrl-C.
 
     Raises:
-      ConfigError: the file or a cell of it is wrong.
+      ConfigError: the file or a cell of it is wrong, or cells are there that were run with other settings.
     """
     sweep, cells = read_sweep(path, overrides)
     folder = sweep_folder(sweep, cells)
@@ -70,7 +78,8 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
     console = Console()
     with Bars(console) as bars:
         for config in {cell.config.student.model: cell.config for cell in cells}.values():
-            model_folder(config.student.model, "student", bars.advance)
+            embedded_models(config, bars)
+    refuse_other_settings(cells, folder)
     tracking = cells[0].config.tracking
     with Tracker.open(
         uri=tracking.uri,
@@ -83,14 +92,75 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
     ) as parent:
         (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
         (folder / "mlflow_uri").write_text(parent.uri, encoding="utf-8")
-        number = min(jobs or sweep.jobs or os.cpu_count() or 1, len(cells))
+        missing = sum(state_of(cell, folder).name != "done" for cell in cells)
+        number = min(jobs or sweep.jobs or os.cpu_count() or 1, missing)
         code = watch_workers(start_workers(path, overrides, number, folder), cells, folder, console)
-        if code == 0:
+        if code == 0 and any(state_of(cell, folder).name == "done" for cell in cells):
             write_comparison(sweep, cells, folder, parent, console)
-    failed = [cell.name for cell in cells if state_of(cell, folder).name == "failed"]
+        elif code == 0:
+            parent.close("FAILED")
+        else:
+            parent.close("KILLED")
+    return code or tell_what_is_missing(cells, folder, console)
+
+
+def tell_what_is_missing(cells: Sequence[Cell], folder: Path, console: Console) -> int:
+    """Says which cells failed or were left behind by a worker that ended early; 1 where there are any, else 0."""
+    failed = [cell for cell in cells if state_of(cell, folder).name == "failed"]
+    left = [cell for cell in cells if state_of(cell, folder).name == "waiting"]
     if failed:
-        console.print(f"{len(failed)} cells failed, the first: {folder / failed[0] / FAILED_FILE}", style="red")
-    return code or int(bool(failed))
+        where = folder / failed[0].name / FAILED_FILE
+        console.print(f"{len(failed)} of {len(cells)} cells failed, the first: {where}", style="red", soft_wrap=True)
+    if left:
+        what = f"{len(left)} of {len(cells)} cells were not run, for a worker ended early; see {folder}/worker*.log"
+        console.print(f"{what}; the same command goes on with them", style="red", soft_wrap=True)
+    return int(bool(failed or left))
+
+
+def embedded_models(config: ExperimentConfig, bars: Bars | None = None) -> list[str]:
+    """The embedded models of an experiment by their folders' names, which tell their recipes; made where missing."""
+    report = None if bars is None else bars.advance
+    teachers = [] if config.teacher is None else teachers_of(config.teacher).values()
+    names = [block.model for block in teachers if isinstance(block, LocalTeacherConfig)]
+    folders = [model_folder(config.student.model, "student", report)] if config.student.model.startswith(TINY) else []
+    folders += [model_folder(name, "teacher", report) for name in names if name.startswith(TINY)]
+    return [Path(folder).name for folder in folders]
+
+
+def made_of(config: ExperimentConfig) -> bytes:
+    """Everything that a cell's numbers depend on, as JSON; where they are written to is left out."""
+    settings = config.model_dump(mode="json", by_alias=True, exclude={"tracking"})
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2
+    return orjson.dumps({"settings": settings, "embedded_models": embedded_models(config)}, option=options)
+
+
+def refuse_other_settings(cells: Sequence[Cell], folder: Path) -> None:
+    """Keeps cells of different settings out of one comparison.
+
+    Raises:
+      ConfigError: a cell in the folder was begun with other settings than the file now has.
+    """
+    for cell in cells:
+        place = folder / cell.name
+        if not (place / RESULT_FILE).is_file() and last_checkpoint(place) is None:
+            continue
+        before = orjson.loads((place / MADE_OF_FILE).read_bytes())
+        now = orjson.loads(made_of(cell.config))
+        if before != now:
+            key, old, new = first_difference(before, now)
+            raise ConfigError(
+                f"{place} was run with {key} = {old}, and the sweep now has {new}; such cells cannot be compared: give "
+                f"the sweep another name, take the change back, or remove the cell's folder"
+            )
+
+
+def first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, Any]:
+    """The first dotted key, in order, under which two JSON values differ, and both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                return first_difference(before.get(name), now.get(name), f"{key}.{name}".removeprefix(".settings."))
+    return key.removeprefix("."), before, now
 
 
 def start_workers(path: Path, overrides: Sequence[str], number: int, folder: Path) -> list[subprocess.Popen[bytes]]:
@@ -159,45 +229,76 @@ def table_of(cells: Sequence[Cell], folder: Path) -> Table:
 
 
 def work(path: Path, overrides: Sequence[str]) -> int:
-    """One worker: takes every cell that nobody else has, until none is left."""
+    """One worker: takes every cell that nobody else has, until a look at all of them finds none."""
     quiet()
     import torch
 
     torch.set_num_threads(1)
     sweep, cells = read_sweep(path, overrides)
     folder = sweep_folder(sweep, cells)
-    failed_here: set[str] = set()
+    tried: set[str] = set()
     with Stop(print) as stop:
-        for cell in cells:
-            place = folder / cell.name
-            place.mkdir(parents=True, exist_ok=True)
-            if (place / RESULT_FILE).is_file() or cell.name in failed_here or stop.received is not None:
-                continue
-            try:
-                with FileLock(place / "lock", blocking=False):
-                    if not (place / RESULT_FILE).is_file() and not run_cell(cell, folder, stop):
-                        failed_here.add(cell.name)
-            except Timeout:
-                continue
+        found = True
+        while found:
+            found = False
+            for cell in cells:
+                if cell.name not in tried and stop.received is None and take(cell, folder, stop):
+                    tried.add(cell.name)
+                    found = True
     return stop.exit_code
 
 
-def run_cell(cell: Cell, folder: Path, stop: Stop) -> bool:
+def take(cell: Cell, folder: Path, stop: Stop) -> bool:
+    """Runs a cell unless it is done or somebody else has it; says whether it did."""
+    place = folder / cell.name
+    place.mkdir(parents=True, exist_ok=True)
+    if (place / RESULT_FILE).is_file():
+        return False
+    try:
+        with FileLock(place / "lock", blocking=False):
+            if (place / RESULT_FILE).is_file():
+                return False
+            run_cell(cell, folder, stop)
+    except Timeout:
+        return False
+    return True
+
+
+def run_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     """Trains one cell; a failure is written down beside it and does not stop the others."""
     place = folder / cell.name
     (place / FAILED_FILE).unlink(missing_ok=True)
     try:
         train_cell(cell, folder, stop)
-    except (HybridError, TeacherError, OSError, RuntimeError):
+    except FAILURES:
         (place / FAILED_FILE).write_text(traceback.format_exc(), encoding="utf-8")
-        return False
-    return True
+        note_failure(cell, folder)
+
+
+def note_failure(cell: Cell, folder: Path) -> None:
+    """Gives a cell that failed before it had a run in MLflow a failed one, so that the comparison counts it."""
+    place, tracking = folder / cell.name, cell.config.tracking
+    if saved(place / "mlflow_run") is not None:
+        return
+    names = {"hybrid.method": cell.label, "hybrid.task": cell.task, "hybrid.seed": str(cell.seed)}
+    tracker = Tracker.open(
+        uri=(folder / "mlflow_uri").read_text(encoding="utf-8"),
+        experiment=tracking.experiment or cell.config.name,
+        run_name=" ".join(part for part in (cell.task, cell.label, f"seed {cell.seed}") if part),
+        folder=place / "tracking",
+        tags={**tracking.tags, "hybrid.kind": "training", **names},
+        runs_dir=Path(tracking.folder),
+        parent_run_id=saved(folder / "mlflow_run"),
+    )
+    (place / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    tracker.close("FAILED")
 
 
 def train_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     """Trains one cell in its folder, from its checkpoint where an earlier start left one."""
     config, place = cell.config, folder / cell.name
     student = model_folder(config.student.model, "student")
+    (place / MADE_OF_FILE).write_bytes(made_of(config))
     with (
         Bars(Console()) as bars,
         teacher_of(config.teacher, temperature=config.train.temperature, folder=place, student=student) as teacher,
