@@ -1,0 +1,1 @@
+"""Reinforcement learning from verifiable rewards and on-policy distillation in one objective."""

@@ -50,6 +50,7 @@ from hybrid.methods import MethodConfig, method_of
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.phases import Phases, Tell
+from hybrid.pictures import PICTURE_COLUMNS, pictures_of
 from hybrid.student import measure_student
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
@@ -91,7 +92,7 @@ class HybridConfig(GRPOConfig):
             )
 
 
-def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float]:  # TRL calls reward functions with **columns
+def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float | None]:
     """Stands where a method needs no reward; its zeros are never read."""
     return [0.0] * len(prompts)
 
@@ -177,7 +178,7 @@ class HybridTrainer(GRPOTrainer):
         self._request: Request | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
-        super().__init__(model, reward_funcs=reward_funcs or no_reward, args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
+        super().__init__(model, reward_funcs=reward_funcs or [no_reward], args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
         add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
         if isinstance(teacher, str | os.PathLike | torch.nn.Module):
@@ -201,7 +202,7 @@ class HybridTrainer(GRPOTrainer):
             set_clipping(self, self._parent_term.loss)
 
     def _writer(self) -> Writer:
-        style = PromptStyle(arguments=self.chat_template_kwargs)
+        style = PromptStyle(arguments=dict(self.chat_template_kwargs))  # pyright: ignore[reportArgumentType, reportCallIssue]
         judge = judge_of(self.reward_funcs)
         return Writer(tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge)
 
@@ -230,7 +231,9 @@ class HybridTrainer(GRPOTrainer):
         """The student as `generate` wants it, whole on every process whatever the engine; all processes enter."""
         gather = self.args.ds3_gather_for_generation
         with unwrap_model_for_generation(
-            self.model_wrapped, self.accelerator, gather_deepspeed3_params=gather
+            self.model_wrapped,  # pyright: ignore[reportArgumentType]
+            self.accelerator,
+            gather_deepspeed3_params=gather,
         ) as unwrapped:
             yield unwrapped
 
@@ -243,7 +246,7 @@ class HybridTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        with self.phases.counting(self.model, "generation", self.max_completion_length):
+        with self.phases.counting(self.model, "generation", self.max_completion_length or 0):
             out = super()._generate_and_score_completions(inputs)
         captured, self._captured = self._captured, None
         assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
@@ -281,7 +284,6 @@ class HybridTrainer(GRPOTrainer):
         first = self.accelerator.process_index * len(captured["inputs"])
         rollouts = []
         for row, example in enumerate(captured["inputs"]):
-            images = example.get("images") or ([example["image"]] if example.get("image") is not None else [])
             ids = captured["ids"][row]
             rollouts.append(
                 Rollout(
@@ -292,8 +294,8 @@ class HybridTrainer(GRPOTrainer):
                     group=(first + row) // size,
                     position=(first + row) % size,
                     reward=float(reward_B[first + row]),
-                    columns={k: v for k, v in example.items() if k not in ("prompt", "image", "images")},
-                    images=tuple(images),
+                    columns={k: v for k, v in example.items() if k not in ("prompt", *PICTURE_COLUMNS)},
+                    images=tuple(pictures_of(example)),
                 )
             )
         return rollouts
@@ -405,7 +407,8 @@ class HybridTrainer(GRPOTrainer):
         own = self.objective.loss(assignment, batch, student)
         scale = self._micro_batches()
         self._log_terms(own)
-        self.phases.tell("update", self._step % self.args.steps_per_generation + 1, self.args.steps_per_generation)
+        per_generation = self.args.steps_per_generation or 1
+        self.phases.tell("update", self._step % per_generation + 1, per_generation)
         kept = own.kl + own.sft + (own.policy if self._parent_term is None else 0)
         return loss + kept * self.accelerator.num_processes * scale
 
@@ -413,7 +416,7 @@ class HybridTrainer(GRPOTrainer):
         """Micro-batches of a generation batch per micro-batch of an optimizer step; TRL's own rescaling (dapo)."""
         if not self.model.training:
             return 1.0
-        return self.args.steps_per_generation / self.current_gradient_accumulation_steps
+        return (self.args.steps_per_generation or 1) / self.current_gradient_accumulation_steps
 
     def _loss_request(
         self, inputs: Mapping[str, Any], batch: RolloutBatch, generation: Generation, rows: Tensor

@@ -138,7 +138,7 @@ class Credit:
     Attributes:
       signal_BT: the direction and size before gates and weights (an advantage, or 0 for divergence terms).
       candidate_BTK: the same for each candidate of a top-k support, gated in place; None for sampled-token signals.
-      known_BT: True where at least one signal is known: what counts in a denominator. A failed teacher row is not known.
+      known_BT: True where at least one signal is known: what counts in a denominator. A failed teacher row is not.
       gate_BT: True where the token trains.
       weight_BT: how strongly; never negative.
       branch_B: index of the route branch that took the row; -1 where none did or there is no route.
@@ -155,7 +155,7 @@ class Credit:
 
     @property
     def coefficient_BT(self) -> Float[Tensor, "B T"]:
-        """weight where the gate is open, 0 elsewhere."""
+        """The weight where the gate is open, 0 elsewhere."""
         return self.weight_BT * self.gate_BT
 
     def noting(self, name: str, total: float | Tensor, count: float | Tensor) -> "Credit":

@@ -387,16 +387,28 @@ def scorers_for(
     scorers = dict(given)
     for view in plan.views:
         spec = specs.get(view)
-        if view in scorers and spec is not None and spec.options.get("rows") == "all_wrong":
-            scorers[view] = replace(scorers[view], context=all_wrong_only(scorers[view].context, writer))
-        if view in scorers or spec is None:
-            continue
-        if spec.scorer == "self":
-            scorers[view] = Scorer(teacher=own(spec.options), context=context_of(spec, writer))
-        elif "teacher" in given:
-            base = given["teacher"]
-            scorers[view] = replace(base, context=context_of(spec, writer) if spec.context else base.context)
+        if spec is not None and (scorer := view_scorer(spec, scorers.get(view), given.get("teacher"), writer, own)):
+            scorers[view] = scorer
     return scorers
+
+
+def view_scorer(
+    spec: ViewSpec,
+    present: Scorer | None,
+    teacher: Scorer | None,
+    writer: Writer,
+    own: Callable[[Mapping[str, Any]], Teacher],
+) -> Scorer | None:
+    """The scorer of a view that a method specifies; the present one, if any, wins, and may be kept to some rows."""
+    if present is not None:
+        if spec.options.get("rows") == "all_wrong":
+            return replace(present, context=all_wrong_only(present.context, writer))
+        return present
+    if spec.scorer == "self":
+        return Scorer(teacher=own(spec.options), context=context_of(spec, writer))
+    if teacher is None:
+        return None
+    return replace(teacher, context=context_of(spec, writer)) if spec.context else teacher
 
 
 def taught_scorer(taught: Taught, writer: Writer, own: Callable[[Mapping[str, Any]], Teacher]) -> Scorer:

@@ -167,8 +167,8 @@ def test_what_a_run_cannot_measure_is_refused_before_it_starts(tmp_path):
         train(tmp_path, "opdvrr")
     with pytest.raises(ConfigError, match="num_generations is 1"):
         train(tmp_path, "grpo", num_generations=1)
+    method = {"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]}
     with pytest.raises(ConfigError, match="loss_type 'grpo'"):
-        method = {"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]}
         train(tmp_path, method_of(method), loss_type="grpo")
 
 
