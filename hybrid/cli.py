@@ -44,13 +44,22 @@ def train(
             show_default=False,
         ),
     ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines that train together; run this command on each.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Which of the machines this is, from 0.")] = 0,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where the machines meet: an address of machine 0.", show_default=False),
+    ] = None,
 ) -> None:
     """Trains the student of an experiment, by its method and by those it is compared with."""
+    from hybrid.engine import Nodes
     from hybrid.launch import train_experiment
     from hybrid.read_config import read_experiment
 
-    config = read_experiment(file, settings or [])
-    raise typer.Exit(train_experiment(config, source=file, resume=resume))
+    nodes = Nodes(nnodes, node_rank, rendezvous)
+    overrides = settings or []
+    config = read_experiment(file, overrides)
+    raise typer.Exit(train_experiment(config, source=file, resume=resume, overrides=overrides, nodes=nodes))
 
 
 @app.command()

@@ -60,7 +60,7 @@ ONE_NODE = Nodes()
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """Which of a run's processes this is.
 
     Attributes:
@@ -79,11 +79,53 @@ class Place:
         return self.rank == 0
 
 
-def place() -> Place:
+def this_rank() -> Rank:
     """The place that the agent gave this process; the only one where there is no agent."""
     if "LOCAL_RANK" not in os.environ:
-        return Place()
-    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+        return Rank()
+    return Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The batch arithmetic of a step.
+
+    Attributes:
+      responses: of a step, over all processes.
+      per_process: responses of one process.
+      micro_batch: responses of one forward and backward.
+      accumulation: micro-batches of an update.
+    """
+
+    responses: int
+    per_process: int
+    micro_batch: int
+    accumulation: int
+
+    @staticmethod
+    def of(config: ExperimentConfig, processes: int) -> "Work":
+        """The arithmetic of an experiment.
+
+        Raises:
+          ConfigError: the responses do not divide among processes or micro-batches; the message names what fits.
+        """
+        train = config.train
+        responses = train.prompts_per_step * train.generations
+        told = f"train.prompts_per_step {train.prompts_per_step} * train.generations {train.generations}"
+        if responses % processes:
+            raise ConfigError(
+                f"{told} = {responses} responses do not divide among {processes} processes; "
+                f"choose a multiple of {processes}"
+            )
+        per_process = responses // processes
+        micro_batch = train.micro_batch or per_process
+        if per_process % micro_batch:
+            fits = max(size for size in range(1, min(micro_batch, per_process) + 1) if per_process % size == 0)
+            raise ConfigError(
+                f"{told} over {processes} processes are {per_process} responses each, which do not divide into "
+                f"micro-batches of train.micro_batch {micro_batch}; {fits} would fit"
+            )
+        return Work(responses, per_process, micro_batch, per_process // micro_batch)
 
 
 def processes_per_node(engine: EngineConfig) -> int:
@@ -135,6 +177,8 @@ def launch(engine: EngineConfig, arguments: Sequence[str], nodes: Nodes = ONE_NO
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every process speaks for itself
     number = processes_per_node(engine)
     os.environ.update(environment(engine, number))
+    here = str(Path(__file__).parents[1])  # the package may run from a checkout that is not installed
+    os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH")) if part)
     settings = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
@@ -179,6 +223,7 @@ def environment(engine: EngineConfig, number: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // number)),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # DDP's advice about unused weights, in every process
     }
     if engine.kind == "deepspeed":
         # operators are compiled once for every run of this user, not into the working copy
@@ -196,7 +241,7 @@ def join(engine: EngineConfig) -> None:
 
     on_gpu = gpus() > 0
     if on_gpu:
-        torch.cuda.set_device(place().local_rank)
+        torch.cuda.set_device(this_rank().local)
     if engine.kind == "deepspeed":
         import deepspeed
 
@@ -248,6 +293,10 @@ def deepspeed_settings(config: ExperimentConfig, *, micro_batch: int, accumulati
 def zero_settings(engine: EngineConfig) -> dict[str, Any]:
     """The block `zero_optimization`: stage, buckets and what is kept in CPU memory."""
     stage, on_gpu = engine.stage or 2, gpus() > 0
+    if engine.offload == "all" and stage != 3:
+        raise ConfigError(
+            f"engine.offload: all keeps the weights in CPU memory, which is stage 3; the stage is {stage}"
+        )
     settings: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": on_gpu,

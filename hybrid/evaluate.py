@@ -3,17 +3,22 @@
 Shape letters: P prompts, K responses per prompt.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from datasets import Dataset
 from jaxtyping import Bool, Float, Int
 
 from hybrid.compare.statistics import avg_at_k, mean_with_interval, pass_at_k
 from hybrid.errors import DataError, RewardError
+from hybrid.pictures import encode_prompts, tokenizer_of
+from hybrid.together import from_all, from_main, num_processes, rank
 
 Report = Callable[[int, int], None]
 """Told how many responses are done, and of how many."""
@@ -40,6 +45,10 @@ class Sampling:
     batch_size: int = 64
     seed: int = 0
     success_at: float = 1.0
+
+
+ARRAYS = {"reward_PK": float, "right_PK": bool, "length_PK": int, "truncated_PK": bool}
+"""What is kept of an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +100,24 @@ class Evaluation:
         return named
 
 
+def write_evaluation(path: Path, found: Evaluation) -> None:
+    """Keeps an evaluation without its texts as JSON."""
+    arrays = {name: getattr(found, name).tolist() for name in ARRAYS}
+    path.write_bytes(orjson.dumps({"sampling": found.sampling.__dict__, **arrays}))
+
+
+def read_evaluation(path: Path) -> Evaluation | None:
+    """What `write_evaluation` kept; None where there is no such file, or one that a kill has torn."""
+    try:
+        kept = orjson.loads(path.read_bytes())
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return None
+    sampling = Sampling(**kept.pop("sampling"))
+    kept["reward_PK"] = [[math.nan if value is None else value for value in row] for row in kept["reward_PK"]]
+    arrays: dict[str, Any] = {name: np.array(values, dtype=ARRAYS[name]) for name, values in kept.items()}
+    return Evaluation(texts=(), sampling=sampling, **arrays)
+
+
 def evaluate(
     model: Any,
     tokenizer: Any,
@@ -103,11 +130,12 @@ def evaluate(
 ) -> Evaluation:
     """Samples K responses to each prompt and scores them.
 
-    The random state of the process is left as it was.
+    The random state of the process is left as it was. Where several processes train, all of them call this; the rewards
+    run on rank 0.
 
     Args:
       model: a causal language model with `generate`.
-      tokenizer: its tokenizer.
+      tokenizer: its tokenizer; its processor, where rows have pictures.
       prompts: rows with `prompt` and the rewards' columns.
       rewards: reward functions with a `weight`.
       sampling: how to draw.
@@ -125,43 +153,57 @@ def evaluate(
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        torch.manual_seed(sampling.seed)
-        completions: list[list[int]] = []
-        for start in range(0, len(rows), sampling.batch_size):
-            batch = rows[start : start + sampling.batch_size]
-            completions += generate(
-                model, tokenizer, [r["prompt"] for r in batch], sampling, chat_template_kwargs or {}
-            )
-            if report is not None:
-                report(len(completions), len(rows))
+        completions = generated(model, tokenizer, rows, sampling, chat_template_kwargs or {}, report)
     model.train(was_training)
-    return scored(rows, completions, tokenizer, rewards, sampling)
+    return from_main(lambda: scored(rows, completions, tokenizer, rewards, sampling))
+
+
+def generated(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    sampling: Sampling,
+    chat_template_kwargs: Mapping[str, Any],
+    report: Report | None,
+) -> list[list[int]]:
+    """The responses to all rows; the processes share the batches, and each batch has a seed of its own.
+
+    So the responses do not depend on how many processes there are.
+    """
+    starts = range(0, len(rows), sampling.batch_size)
+    own: dict[int, list[list[int]]] = {}
+    for turn in range(0, len(starts), num_processes()):
+        place = turn + rank()
+        # a process without a batch left repeats the last one: under ZeRO-3 all processes generate in step
+        start = starts[min(place, len(starts) - 1)]
+        torch.manual_seed(sampling.seed + start)
+        batch = rows[start : start + sampling.batch_size]
+        own[start] = generate(model, tokenizer, batch, sampling, chat_template_kwargs)
+        if report is not None:
+            report(min((turn + num_processes()) * sampling.batch_size, len(rows)), len(rows))
+    found = {start: batch for part in from_all(own) for start, batch in part.items()}
+    return [ids for start in starts for ids in found[start]]
 
 
 def generate(
-    model: Any, tokenizer: Any, prompts: Sequence[Any], sampling: Sampling, chat_template_kwargs: Mapping[str, Any]
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Mapping[str, Any]],
+    sampling: Sampling,
+    chat_template_kwargs: Mapping[str, Any],
 ) -> list[list[int]]:
     """One batch of responses as ids, cut behind the first end token."""
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **chat_template_kwargs)
-        for prompt in prompts
-    ]
-    chat = not isinstance(prompts[0], str)
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not chat).to(
-        model.device
-    )
+    encoded = encode_prompts(tokenizer, rows, chat_template_kwargs)
+    inputs = {key: value.to(model.device) for key, value in encoded.items() if key != "token_type_ids"}
     sample = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     out = model.generate(
-        input_ids=encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
+        **inputs,
         max_new_tokens=sampling.max_completion_length,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer_of(tokenizer).pad_token_id,
         **(sample if sampling.temperature > 0 else {"do_sample": False}),
     )
-    ends = end_tokens(model, tokenizer)
-    return [cut_behind(ids, ends) for ids in out[:, encoded["input_ids"].shape[1] :].tolist()]
+    ends = end_tokens(model, tokenizer_of(tokenizer))
+    return [cut_behind(ids, ends) for ids in out[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -210,7 +252,7 @@ def scored(
     shape = (len(rows) // sampling.samples, sampling.samples)
     reward_PK = np.where(known_N, total_N, np.nan).reshape(shape)
     length_N = np.array([len(ids) for ids in completions])
-    ends = end_tokens(None, tokenizer)
+    ends = end_tokens(None, tokenizer_of(tokenizer))
     whole = [bool(ids) and ids[-1] in ends for ids in completions]
     return Evaluation(
         reward_PK=reward_PK,

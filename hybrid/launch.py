@@ -1,4 +1,4 @@
-"""Runs an experiment in this process: every method of the file from the same start, tracked, evaluated and compared."""
+"""Runs an experiment: every method of the file from the same start, tracked, evaluated and compared."""
 
 import os
 import time
@@ -16,25 +16,34 @@ from datasets import Dataset
 from rich.console import Console
 
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
+from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
 from hybrid.errors import ConfigError, DataError
-from hybrid.evaluate import Evaluation, Sampling, evaluate
+from hybrid.evaluate import Evaluation, Sampling, evaluate, read_evaluation, write_evaluation
 from hybrid.methods import MethodConfig
+from hybrid.pictures import tokenizer_of
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
+from hybrid.silent import Silent
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
 from hybrid.summary_table import Outcome, print_evaluation, print_outcomes
+from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import teacher_of
+from hybrid.together import from_main, wait_for_all
 from hybrid.tracking import Tracker
-from hybrid.trainer import HybridTrainer
+from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.training_args import training_args
 from hybrid.watching import Recorder, Watch
+from teachers.processors import load_processor, reads_images
 
 RESULT_FILE = "result.json"
 """Marks a training of an experiment as done; a resumed experiment passes it over."""
 
 START = ""
 """Label of the evaluation before any training."""
+
+START_FILE = "start.json"
+"""Holds that evaluation, for a run that is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +79,22 @@ class Place:
     task: str
 
 
-def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | None = None) -> int:
-    """Trains every method of an experiment and compares them.
+def train_experiment(
+    config: ExperimentConfig,
+    *,
+    source: Path,
+    resume: str | None = None,
+    overrides: Sequence[str] = (),
+    nodes: Nodes = ONE_NODE,
+) -> int:
+    """Trains every method of an experiment and compares them, in this process or in as many as the engine wants.
 
     Args:
       config: the experiment, checked.
-      source: its file, for messages.
+      source: its file, for messages and for the processes that are started.
       resume: "latest", or the folder of an earlier start of the same experiment.
+      overrides: settings that were given beside the file, for the processes that are started.
+      nodes: the machines of the run.
 
     Returns:
       The exit code: 0, 130 after ctrl-C, 143 after SIGTERM.
@@ -85,16 +103,21 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
       HybridError, TeacherError: what the experiment needs is missing or wrong; the message says what to do.
     """
     quiet()
+    if needs_launch(config.engine):
+        return start_processes(config, source, resume, overrides, nodes)
+    join(config.engine)
     if config.student.model.startswith(TINY):
         torch.set_num_threads(1)  # tiny matrices: more threads cost more than they bring
-    console = Console()
-    folder = run_folder(config, resume)
+    is_main = this_rank().is_main
+    console = Console(quiet=not is_main)
+    folder = from_main(lambda: run_folder(config, resume))
     with Bars(console) as bars, Stop(bars.say) as stop:
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
         student = model_folder(config.student.model, "student", bars.advance)
         prompts, held_out = training_prompts(config), held_out_prompts(config)
         rewards = build_rewards(config.rewards) if config.rewards else []
-        (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+        if is_main:
+            (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         with (
             teacher_of(
                 config.teacher,
@@ -105,7 +128,8 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
             ) as teacher,
             open_parent(config, folder) as parent,
         ):
-            (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
+            if is_main:
+                (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
             setting = Setting(
                 config=config,
                 folder=folder,
@@ -122,14 +146,32 @@ def train_experiment(config: ExperimentConfig, *, source: Path, resume: str | No
             outcomes = []
             for label in config.methods:
                 outcomes.append(train_method(setting, label, resuming=resume is not None))
-                if stop.received is not None:
+                if stop.agreed():
                     break
             report = None
-            if stop.received is None and held_out is not None:
+            if is_main and stop.received is None and held_out is not None:
                 report = write_comparison(config, folder, parent)
     print_outcomes(console, outcomes, report)
     console.print(closing(config, source, folder, stop), highlight=False)
     return stop.exit_code
+
+
+def start_processes(
+    config: ExperimentConfig, source: Path, resume: str | None, overrides: Sequence[str], nodes: Nodes
+) -> int:
+    """Makes what all processes share, and runs this command once per process."""
+    console = Console()
+    with Bars(console) as bars:
+        embedded = [config.student.model] if config.student.model.startswith(TINY) else []
+        for name in embedded:
+            model_folder(name, "student", bars.advance)
+        for block in [] if config.teacher is None else teachers_of(config.teacher).values():
+            if isinstance(block, LocalTeacherConfig) and block.model.startswith(TINY):
+                model_folder(block.model, "teacher", bars.advance)
+    command = ["-m", "hybrid.cli", "train", str(source)]
+    command += [part for setting in overrides for part in ("--set", setting)]
+    command += [] if resume is None else ["--resume", resume]
+    return launch(config.engine, command, nodes)
 
 
 def cut_records(path: Path, checkpoint: str | None) -> None:
@@ -246,8 +288,10 @@ def run_folder(config: ExperimentConfig, resume: str | None) -> Path:
     return folder
 
 
-def open_parent(config: ExperimentConfig, folder: Path) -> Tracker:
-    """The MLflow run that the trainings stand under."""
+def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
+    """The MLflow run that the trainings stand under; rank 0 alone writes to it."""
+    if not this_rank().is_main:
+        return Silent()
     tracking = config.tracking
     tags = {**tracking.tags, "hybrid.kind": "parent"}
     if tracking.note:
@@ -268,8 +312,10 @@ def saved(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
-def open_child(setting: Setting, label: str, place: Place) -> Tracker:
-    """The MLflow run of one training: a new one, or the one that is gone on with."""
+def open_child(setting: Setting, label: str, place: Place) -> Tracker | Silent:
+    """The MLflow run of one training: a new one, or the one that is gone on with; rank 0 alone writes to it."""
+    if not this_rank().is_main:
+        return Silent()
     config = setting.config
     folder = place.folder
     tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": place.label, "hybrid.task": place.task}
@@ -314,35 +360,38 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
     if (done := folder / RESULT_FILE).is_file():
         return Outcome(**orjson.loads(done.read_bytes()))
     with open_child(setting, label, place) as tracker:
+        # before any model is read: ZeRO-3 spreads its weights while they are
+        args = training_args(config, method, folder, reward_weights=[reward.weight for reward in setting.rewards])
         model, tokenizer = load_student(config, setting.student)
-        measure = evaluator(setting, label, model, tokenizer)
-        before = start_accuracy(setting, model, tokenizer)
+        trainer = build_trainer(setting, config, method, model, tokenizer, args, folder, tracker)
         watch = Watch(
             tracker=tracker,
             bars=setting.bars,
             label=place.label,
             responses_per_step=config.train.prompts_per_step * config.train.generations,
-            evaluate=measure,
+            evaluate=evaluator(setting, label, trainer, tokenizer),
             every=config.evaluate.every if config.evaluate else 0,
-            before=before,
+            before=lambda: start_accuracy(setting, trainer, tokenizer),
         )
-        trainer = build_trainer(setting, config, method, model, tokenizer, folder, tracker, watch)
+        trainer.add_callback(watch)
         began = time.perf_counter()
-        checkpoint = last_checkpoint(folder) if resuming else None
-        if resuming:
+        checkpoint = from_main(lambda: last_checkpoint(folder)) if resuming else None
+        if resuming and this_rank().is_main:
             cut_records(folder / "rollouts.jsonl", checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
-        if setting.stop.received is not None:
+        if setting.stop.agreed():
             tracker.close("KILLED")
             return outcome_of(setting, label, trainer.state.global_step, seconds)
         watch.measure(trainer.state.global_step)
         trainer.save_model(str(folder / "model"))
-        tokenizer.save_pretrained(str(folder / "model"))
-        if config.tracking.record_rollouts:
-            tracker.artifact_file(folder / "rollouts.jsonl")
-    outcome = outcome_of(setting, label, trainer.state.global_step, seconds)
-    done.write_bytes(orjson.dumps(outcome.__dict__))
+        outcome = outcome_of(setting, label, trainer.state.global_step, seconds)
+        if this_rank().is_main:
+            tokenizer.save_pretrained(str(folder / "model"))
+            if config.tracking.record_rollouts:
+                tracker.artifact_file(folder / "rollouts.jsonl")
+            done.write_bytes(orjson.dumps(outcome.__dict__))
+    wait_for_all()
     return outcome
 
 
@@ -361,8 +410,8 @@ def outcome_of(setting: Setting, label: str, steps: int, seconds: float) -> Outc
 
 
 def build_trainer(
-    setting: Setting, config: ExperimentConfig, method: MethodConfig, model: Any, tokenizer: Any, folder: Path,
-    tracker: Tracker, watch: Watch,
+    setting: Setting, config: ExperimentConfig, method: MethodConfig, model: Any, tokenizer: Any, args: HybridConfig,
+    folder: Path, tracker: Tracker | Silent,
 ) -> HybridTrainer:  # fmt: skip
     """The trainer of one method with everything that watches it."""
     path = folder / "rollouts.jsonl" if config.tracking.record_rollouts else None
@@ -373,7 +422,6 @@ def build_trainer(
         table_every=config.tracking.completions_every,
         tell=setting.bars.say,
     )
-    args = training_args(config, method, folder, reward_weights=[reward.weight for reward in setting.rewards])
     lora = config.student.lora
     peft = None
     if lora is not None:
@@ -395,7 +443,7 @@ def build_trainer(
         train_dataset=setting.prompts,
         processing_class=tokenizer,
         peft_config=peft,
-        callbacks=[watch, setting.stop],
+        callbacks=[setting.stop],
         watch=recorder,
         progress=setting.bars.advance_part,
     )
@@ -404,31 +452,37 @@ def build_trainer(
 
 
 def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:
-    """The student's weights and tokenizer, the same for every method of an experiment.
+    """The student's weights and its tokenizer or processor, the same for every method of an experiment.
 
     Raises:
       DataError: there is no model.
     """
     transformers.set_seed(config.seed)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+        has_images = reads_images(folder)
+        load = load_processor if has_images else transformers.AutoTokenizer.from_pretrained
+        processing_class = load(folder, padding_side="left")
         dtype = config.student.dtype if config.student.dtype == "auto" else getattr(torch, config.student.dtype)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        family = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+        model = family.from_pretrained(folder, dtype=dtype)
     except OSError as error:
         raise DataError(f"student.model: no model could be loaded from {folder!r}: {error}") from error
+    tokenizer = tokenizer_of(processing_class)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(torch.device(device)), tokenizer
+    if config.engine.kind != "deepspeed":  # which puts the weights where it wants them
+        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return model, processing_class
 
 
-def evaluator(setting: Setting, label: str, model: Any, tokenizer: Any) -> Any:
+def evaluator(setting: Setting, label: str, trainer: HybridTrainer, tokenizer: Any) -> Any:
     """A function that measures the present student on the held-out prompts; None where there are none."""
     if setting.held_out is None or setting.config.evaluate is None:
         return None
 
     def measure() -> Mapping[str, float]:
-        setting.evaluations[label] = run_evaluation(setting, model, tokenizer)
+        with trainer.generating() as model:
+            setting.evaluations[label] = run_evaluation(setting, model, tokenizer)
         return setting.evaluations[label].metrics()
 
     return measure
@@ -459,13 +513,18 @@ def run_evaluation(setting: Setting, model: Any, tokenizer: Any) -> Evaluation:
     )
 
 
-def start_accuracy(setting: Setting, model: Any, tokenizer: Any) -> Mapping[str, float]:
-    """Held-out metrics of the start, measured once: every method has the same."""
+def start_accuracy(setting: Setting, trainer: HybridTrainer, tokenizer: Any) -> Mapping[str, float]:
+    """Held-out metrics of the start, measured once: every method has the same, and a resumed run finds them again."""
     if setting.held_out is None:
         return {}
-    if START not in setting.evaluations:
-        setting.evaluations[START] = run_evaluation(setting, model, tokenizer)
-    return setting.evaluations[START].metrics()
+    path = setting.folder / START_FILE
+    if START not in setting.evaluations and (kept := from_main(lambda: read_evaluation(path))) is not None:
+        setting.evaluations[START] = kept
+    if START not in setting.evaluations and trainer.state.global_step == 0:
+        evaluator(setting, START, trainer, tokenizer)()
+        if this_rank().is_main:
+            write_evaluation(path, setting.evaluations[START])
+    return setting.evaluations[START].metrics() if START in setting.evaluations else {}
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
+from hybrid.together import largest
+
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """What a shell expects of a process that such a signal ended."""
 
@@ -30,11 +32,13 @@ class Stop(TrainerCallback):
         return 0 if self.received is None else EXIT_CODES[self.received]
 
     def __enter__(self) -> Self:
+        """Listens to the signals."""
         for number in EXIT_CODES:
             self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """Leaves them to whoever listened before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -44,8 +48,15 @@ class Stop(TrainerCallback):
         self.received = signal.Signals(number)
         self._tell("stopping after this step, with a checkpoint (ctrl-C again stops at once, without one)")
 
+    def agreed(self) -> bool:
+        """Whether any process of the run was told to stop; all of them ask, and stop together."""
+        number = largest(0 if self.received is None else int(self.received))
+        if number and self.received is None:
+            self.received = signal.Signals(number)
+        return number != 0
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Asks the trainer to save and to stop."""
-        if self.received is not None:
+        if self.agreed():
             control.should_save = True
             control.should_training_stop = True

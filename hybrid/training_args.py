@@ -1,6 +1,5 @@
 """An experiment's settings as TRL's training arguments."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from hybrid.config import ExperimentConfig
+from hybrid.engine import Work, deepspeed_settings, this_rank
 from hybrid.methods import MethodConfig
 from hybrid.trainer import HybridConfig
 
@@ -20,17 +20,15 @@ def training_args(
     A step is one generation batch: prompts_per_step * generations responses over all processes, taken in micro-batches.
     """
     train, student = config.train, config.student
-    processes = config.engine.processes or 1
-    per_process = train.prompts_per_step * train.generations // processes
-    micro = train.micro_batch or per_process
+    work = Work.of(config, this_rank().world)
     on_gpu = torch.cuda.is_available()
     bf16 = on_gpu if config.engine.bf16 is None else config.engine.bf16
     every = train.save_every or train.steps
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": train.steps,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": math.ceil(per_process / micro),
+        "per_device_train_batch_size": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulation,
         "num_generations": train.generations,
         "num_iterations": train.iterations,
         "max_completion_length": train.max_completion_length,
@@ -55,4 +53,8 @@ def training_args(
         "bf16": bf16,
         "reward_weights": list(reward_weights) or None,
     }
+    if config.engine.kind == "deepspeed":
+        settings["deepspeed"] = deepspeed_settings(
+            config, micro_batch=work.micro_batch, accumulation=work.accumulation, bf16=bf16
+        )
     return HybridConfig(**(settings | dict(train.trl)))

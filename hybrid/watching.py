@@ -52,7 +52,7 @@ class Watch(TrainerCallback):
         responses_per_step: int,
         evaluate: Callable[[], Mapping[str, float]] | None,
         every: int,
-        before: Mapping[str, float],
+        before: Callable[[], Mapping[str, float]],
     ) -> None:
         """Takes where to write.
 
@@ -63,18 +63,20 @@ class Watch(TrainerCallback):
           responses_per_step: for the running total of rollouts.
           evaluate: held-out metrics of the present student; None for none.
           every: steps between two evaluations; 0 for none in between.
-          before: held-out metrics of the start.
+          before: measures the start, or finds its metrics; called when the training begins.
         """
         self.tracker, self.bars, self.label = tracker, bars, label
         self.responses_per_step, self.evaluate, self.every = responses_per_step, evaluate, every
-        self.latest: dict[str, float] = dict(before)
+        self.before = before
+        self.latest: dict[str, float] = {}
         self.evaluated_at = 0
         self._paused_s = 0.0
         self._teacher_tokens = 0.0
         self._began = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Starts the clock, and notes the start's accuracy as step 0."""
+        """Notes the start's accuracy as step 0, and starts the clock."""
+        self.latest = dict(self.before())
         self._began, self._paused_s = time.perf_counter(), 0.0
         if state.global_step == 0 and self.latest:
             self.tracker.metrics(self.latest, 0)

@@ -21,7 +21,7 @@ from torch import distributed
 from transformers import PrinterCallback
 
 from hybrid.config import EngineConfig
-from hybrid.engine import join, place, zero_settings
+from hybrid.engine import join, this_rank, zero_settings
 from hybrid.methods import METHODS, method_of
 from hybrid.rewards.config import ExactConfig
 from hybrid.trainer import HybridConfig, HybridTrainer
@@ -93,7 +93,7 @@ def settings_of(engine: str) -> dict[str, Any]:
 
 def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
     own = RUNS.get(case, {})
-    micro = ROWS // place().world // own.get("gradient_accumulation_steps", 1)
+    micro = ROWS // this_rank().world // own.get("gradient_accumulation_steps", 1)
     args = HybridConfig(
         output_dir=str(folder / case),
         max_steps=STEPS * own.get("num_iterations", 1),
@@ -135,9 +135,9 @@ def main(out: str, engine: str, *names: str) -> None:
     for case in names or CASES:
         began = time.perf_counter()
         found[case] = train(case, engine, Path(out).parent / engine)
-        if place().is_main:
+        if this_rank().is_main:
             print(f"{engine} {case} {time.perf_counter() - began:.1f} s", flush=True)
-    if place().is_main:
+    if this_rank().is_main:
         Path(out).write_text(json.dumps(found))
     if distributed.is_initialized():
         distributed.barrier()
