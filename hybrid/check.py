@@ -23,6 +23,7 @@ from hybrid.errors import DataError, HybridError
 from hybrid.read_config import Problem, validated
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
+from hybrid.sweep_config import read_sweep
 from hybrid.teacher_config import (
     LocalTeacherConfig,
     OneTeacherConfig,
@@ -33,7 +34,8 @@ from hybrid.teacher_config import (
     teachers_of,
 )
 from hybrid.tiny import tiny_tokenizer
-from hybrid.tiny_tasks import tiny_task
+from hybrid.tiny_tasks import VISION_TASKS, tiny_task
+from hybrid.tiny_vision import vision_processor
 from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
 from teachers.contexts import PromptStyle, render
 from teachers.errors import TeacherError
@@ -48,6 +50,8 @@ NUM_ASKED = 4
 
 COMPLETION = "3,8,12#12"
 """What it is asked to score; any text of a few tokens would do."""
+
+WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
 FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".yaml"})
 
@@ -70,7 +74,7 @@ class Finding:
 
 
 def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = False) -> list[Finding]:
-    """Looks at an experiment file and at what it names.
+    """Looks at an experiment file, or at the cells of a sweep file, and at what they name.
 
     Args:
       path: the YAML file.
@@ -84,7 +88,20 @@ def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = 
       ConfigError: the file cannot be read, or settings are wrong or contradict each other; one line each.
     """
     document = override(load_document(path), overrides)
-    config = validated(document)
+    if "base" not in document.values:
+        return _findings(validated(document), document, live=live)
+    sweep, cells = read_sweep(path, overrides)
+    found: dict[tuple[str, str, str], Finding] = {}
+    for cell in cells:
+        if cell.seed == cells[0].seed:
+            place = Document(values={}, places={}, source=f"{path}: {cell.name}")
+            for finding in _findings(cell.config, place, live=live):
+                found.setdefault((finding.level, finding.problem.key, finding.problem.message), finding)
+    fact = Problem(str(path), "", f"{len(cells)} cells, compared with {sweep.baseline or 'the first method'}")
+    return [*found.values(), Finding("fact", fact)]
+
+
+def _findings(config: ExperimentConfig, document: Document, *, live: bool) -> list["Finding"]:
     checker = _Checker(config, document)
     checker.run()
     if live and not checker.has_errors:
@@ -214,7 +231,9 @@ class _Checker:
                 self._look_at_lengths(path, rows, tokenizer)
             return len(rows)
         except DataError as error:
-            if isinstance(source.source, str) and is_hub_name(source.source) and _is_unreachable(error):
+            if self._is_output(source.source):
+                self._say("warning", path, f"{source.source} does not exist yet; {WRITTEN_BY}")
+            elif isinstance(source.source, str) and is_hub_name(source.source) and _is_unreachable(error):
                 self._unreachable(path, source.source)
             else:
                 self._say("error", path, str(error))
@@ -222,10 +241,17 @@ class _Checker:
             self._say("error", path, str(error))
         return None
 
+    def _is_output(self, source: Any) -> bool:
+        """Whether a file that is not there lies where runs write."""
+        runs = Path(self.config.tracking.folder).resolve()
+        return isinstance(source, str) and runs in Path(source).resolve().parents and not Path(source).exists()
+
     def _unreachable(self, path: KeyPath, name: str) -> None:
         self._say("warning", path, f"'{name}' could not be looked at: the hub does not answer from here")
 
     def _tokenizer(self, path: KeyPath, model: str) -> Any:
+        if model.startswith(TINY) and model.removeprefix(TINY) in VISION_TASKS:
+            return vision_processor().tokenizer
         if model.startswith(TINY):
             task = self._try(path, lambda: tiny_task(model.removeprefix(TINY)))
             return None if task is None else tiny_tokenizer()

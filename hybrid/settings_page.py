@@ -27,6 +27,7 @@ from hybrid.methods import METHODS
 from hybrid.methods.mix import Part
 from hybrid.objective.schedules import Schedule
 from hybrid.rewards import ExactConfig, FormatConfig, MathConfig, PythonConfig, ReasoningGymConfig
+from hybrid.sweep_config import SweepConfig
 from hybrid.teacher_config import (
     ContextConfig,
     LocalTeacherConfig,
@@ -81,6 +82,7 @@ SECTIONS: Sequence[tuple[str, str, type[BaseModel]]] = (
     ("engine", "engine", EngineConfig),
     ("engine.rollouts", "engine.rollouts", RolloutsConfig),
     ("A number that is a schedule", "NUMBER", Schedule),
+    ("A sweep file (hybrid sweep)", "", SweepConfig),
 )
 
 _WORDS: Mapping[Any, str] = types.MappingProxyType(

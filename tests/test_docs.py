@@ -1,0 +1,82 @@
+"""What is written for readers agrees with what is there."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hybrid.methods import METHODS
+from hybrid.methods.base import MethodConfig
+from hybrid.read_config import read_experiment
+from hybrid.settings_page import settings_page
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_page_of_settings_is_that_of_the_classes():
+    """Run `make docs` where this fails."""
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == settings_page()
+
+
+def test_the_page_of_settings_has_every_key_of_every_method():
+    page = settings_page()
+    for name, kind in METHODS.items():
+        section = page.split(f"## method: {name}\n")[1].split("\n## ")[0]
+        assert sorted(re.findall(r"^\| `method\.(\w+)` \|", section, re.MULTILINE)) == sorted(kind.model_fields)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_has_an_experiment(name):
+    config = read_experiment(ROOT / "experiments" / f"{name}.yaml")
+    assert (config.name, config.method.name) == (name, name)
+    assert config.evaluate is not None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_says_what_it_is_and_how_it_is_run(path):
+    comment = path.read_text(encoding="utf-8").split("name:")[0]
+    assert comment.startswith("# ")
+    assert re.search(r"hybrid \w+|make \w+", comment)
+
+
+def test_the_example_of_a_new_method_works():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code is not None
+    names: dict[str, type[MethodConfig]] = {}
+    exec("\n".join(line.removeprefix("   ") for line in code[1].splitlines()), names)
+    method = names["Mine"].model_validate({"name": "mine", "thr": 0.5})
+    assert method.build().needs == {"reward", "scores.teacher", "student_logprobs"}
+
+
+def test_the_first_commands_of_the_readme_are_targets():
+    readme, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
+    for target in ("quickstart", "test"):
+        assert f"make {target}" in readme
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("target", "last"),
+    [("quickstart", "hybrid train experiments/quickstart.yaml"), ("lint", "pyright"), ("docs", "hybrid.method_pages")],
+)
+def test_make_would_do_it(target, last):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert last in done.stdout.splitlines()[-1]
+
+
+def test_every_dependency_is_pinned_within_its_range():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {}
+    for line in lines[1:]:
+        name, version = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)", line).groups()  # pyright: ignore
+        pins[canonicalize_name(name)] = version
+    for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]):
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
