@@ -15,10 +15,7 @@ import datasets
 from PIL import Image, ImageDraw
 
 from hybrid.errors import ConfigError, DataError
-from hybrid.tiny_tasks import Split, split_of
-
-VISION_TASKS = MappingProxyType({"count_dots": "figures: count the dots, read the digit, add"})
-"""Every vision task by its name, with one line for a person."""
+from hybrid.tiny_tasks import VISION_TASKS, Split, split_of
 
 PROMPT = "dots+digit="
 SIDE = 32

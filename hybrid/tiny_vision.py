@@ -26,7 +26,8 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForCond
 from hybrid.errors import ConfigError, HybridError
 from hybrid.tiny import IGNORED, Role, tiny_tokenizer
 from hybrid.tiny_cache import FACTS_FILE, Progress, made_once
-from hybrid.tiny_figures import PROMPT, SIDE, VISION_TASKS, Figure, draw_figure
+from hybrid.tiny_figures import PROMPT, SIDE, Figure, draw_figure
+from hybrid.tiny_tasks import VISION_TASKS
 from teachers.processors import IMAGE_TOKEN, PictureProcessor
 
 START_TOKEN, END_TOKEN, VIDEO_TOKEN = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"

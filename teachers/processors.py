@@ -50,19 +50,20 @@ class PictureProcessor(ProcessorMixin):
         return [*super().model_input_names, "mm_token_type_ids"]
 
 
-def load_processor(path: str | Path) -> Any:
-    """The processor of an image-text model, padding on the left as generation wants it.
+def load_processor(path: str | Path, *, padding_side: str = "left") -> Any:
+    """The processor of an image-text model.
 
     Args:
       path: a folder, or a name on the hub.
+      padding_side: of its tokenizer; generation wants the left.
 
     Raises:
       OSError: there is none.
     """
     family = AutoConfig.from_pretrained(path).model_type
     if family in QWEN_VL:
-        return PictureProcessor.from_pretrained(path, backend="pil", padding_side="left")
-    return AutoProcessor.from_pretrained(path, padding_side="left")
+        return PictureProcessor.from_pretrained(path, backend="pil", padding_side=padding_side)
+    return AutoProcessor.from_pretrained(path, padding_side=padding_side)
 
 
 def reads_images(path: str | Path) -> bool:
