@@ -75,7 +75,10 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt | $(VENV)/bin/python
 
 # The tests of the reports open them in a headless browser.
 browser:
-	@for c in $(CHROMIUM); do command -v $$c >/dev/null 2>&1 && exit 0; done; \
+	@command -v chromedriver >/dev/null 2>&1 && \
+	for c in $(CHROMIUM); do command -v $$c >/dev/null 2>&1 && exit 0; done; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
-	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; else \
-	echo "The tests of the reports need Chromium; install it (one of: $(CHROMIUM)) and run this again." >&2; exit 1; fi
+	apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver; else \
+	echo "The tests of the reports need Chromium and its driver: install chromium and chromium-driver," \
+	"and run this again." >&2; exit 1; fi

@@ -91,8 +91,8 @@ def test_a_teacher_of_another_vocabulary(broken, tmp_path):
     complaint, place = broken("teacher: {model: tiny:chain_sum}", "teacher: {model: other}")
     assert complaint == (
         f"{place}: teacher.model: tokenizer: token '<pad>' is unknown for the student and id 0 for the teacher "
-        f"(259 and {len(other)} tokens in all); use a teacher of the student's family, load the student's tokenizer for "
-        "both, or align across tokenizers; ids of one mean something else to the other"
+        f"(259 and {len(other)} tokens in all); use a teacher of the student's family, load the student's tokenizer "
+        "for both, or align across tokenizers; ids of one mean something else to the other"
     )
 
 

@@ -1,8 +1,11 @@
 """What is written for readers agrees with what is there."""
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,31 @@ def test_the_first_commands_of_the_readme_are_targets():
 def test_make_would_do_it(target, last):
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
     assert last in done.stdout.splitlines()[-1]
+
+
+def imported_packages(*folders):
+    """The top-level packages that the files of some folders import, those of the standard library and ours aside."""
+    found = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            found |= {name.partition(".")[0] for name in names}
+    return found - set(sys.stdlib_module_names) - {"hybrid", "teachers", "tests", "benchmarks"}
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"), [(("hybrid", "teachers"), ()), (("hybrid", "teachers", "tests", "benchmarks"), ("dev",))]
+)
+def test_every_package_that_is_imported_is_declared(folders, extras):
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in PROJECT["optional-dependencies"][extra])]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    owners = metadata.packages_distributions()
+    missing = {
+        name for name in imported_packages(*folders) if declared.isdisjoint(map(canonicalize_name, owners[name]))
+    }
+    assert missing == set()
 
 
 def test_every_dependency_is_pinned_within_its_range():
