@@ -27,6 +27,8 @@ class TeacherScores:
       head: maps hidden [..., H] to logits [..., V] at temperature 1; None where no distribution can be had.
       failures: row -> why it could not be scored. Such a row is False in `valid_BT` all along.
       stats: what asking cost, e.g. {"retries": 2, "requests": 16}; sums, not means.
+      span_ids_BT: tokens of a row with one id were scored as one piece, whose log-prob they share; -1 where there is no
+        score. None where every token was scored by itself.
       parts: where several teachers stand behind one, each one's own log-probs of the sampled tokens, by its name; nan
         where it was not asked or gave none. Empty for a single teacher.
     """
@@ -40,6 +42,7 @@ class TeacherScores:
     head: Callable[[Tensor], Tensor] | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
     stats: Mapping[str, float] = field(default_factory=dict)
+    span_ids_BT: Int[Tensor, "B T"] | None = None
     parts: Mapping[str, Float[Tensor, "B T"]] = field(default_factory=dict)
 
     @property
