@@ -1,5 +1,6 @@
 """The sweep file: an experiment, and what varies over its cells (tasks x variations x methods x seeds)."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -10,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from hybrid.config import ExperimentConfig, Name
 from hybrid.errors import ConfigError
-from hybrid.read_config import problems_of, validated
+from hybrid.read_config import Problem, validated
 from hybrid.teacher_config import Settings
 from hybrid.yaml_file import Document, load_document, override
 
@@ -30,7 +31,9 @@ class SweepConfig(Settings):
     vary: Mapping[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="Settings (dotted keys) and the values that they take in turn."
     )
-    settings: Mapping[str, Any] = Field(default_factory=dict, description="Settings of every cell (dotted keys).")
+    settings: Mapping[str, Any] = Field(
+        default_factory=dict, description="Settings of every cell, by dotted keys or in blocks that are merged."
+    )
     baseline: str | None = Field(default=None, description="The method that the others are compared with.")
     only: Mapping[str, tuple[str, ...]] = Field(
         default_factory=dict, description="Methods (by label) that run on these tasks alone."
@@ -68,7 +71,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
     try:
         sweep = SweepConfig.model_validate(document.values)
     except ValidationError as error:
-        raise ConfigError("\n".join(map(str, problems_of(error, document)))) from None
+        raise ConfigError("\n".join(sweep_problems(error, document))) from None
     base = path.parent / sweep.base
     seeds = range(sweep.seeds) if isinstance(sweep.seeds, int) else sweep.seeds
     plain = load_document(base)
@@ -88,6 +91,20 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
     if not cells:
         raise ConfigError(f"{path}: the sweep has no cell; give it seeds, methods and tasks")
     return sweep, cells
+
+
+def sweep_problems(error: ValidationError, document: Document) -> list[str]:
+    """What is wrong with the sweep's own keys, one line each."""
+    found = []
+    for details in error.errors(include_url=False):
+        key, message = str(details["loc"][0]), details["msg"]
+        if details["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, SweepConfig.model_fields, n=1)
+            others = f"did you mean {near[0]}?" if near else f"a sweep has {', '.join(SweepConfig.model_fields)}"
+            message = f"unknown key; {others}"
+        shown = ".".join(map(str, details["loc"]))
+        found.append(str(Problem(document.place((key,)), shown, message)))
+    return found
 
 
 def labels_of(methods: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -122,11 +139,16 @@ def cell_config(plain: Document, method: Mapping[str, Any], changes: Mapping[str
 
 
 def set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
-    """Puts a value at a dotted key, copying what it goes through."""
+    """Puts a value at a dotted key, copying what it goes through.
+
+    A block is put key by key into the one that stands there; one that says what it is (`name`, `task`) takes its place.
+    """
     head, _, rest = key.partition(".")
-    if not rest:
+    inner = values.get(head)
+    merges = isinstance(value, Mapping) and isinstance(inner, Mapping) and not {"name", "task"} & value.keys()
+    if not rest and not merges:
         values[head] = value
         return
-    inner = values.get(head)
     values[head] = dict(inner) if isinstance(inner, Mapping) else {}
-    set_dotted(values[head], rest, value)
+    for name, one in ((rest, value),) if rest else value.items():
+        set_dotted(values[head], name, one)
