@@ -22,7 +22,7 @@ from rich.table import Table
 
 from hybrid.config import TINY, ExperimentConfig
 from hybrid.errors import ConfigError
-from hybrid.launch import RESULT_FILE, Place, Setting, last_checkpoint, quiet, saved, train_method
+from hybrid.launch import quiet
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
@@ -31,6 +31,7 @@ from hybrid.sweep_config import Cell, SweepConfig, read_sweep
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import teacher_of
 from hybrid.tracking import Tracker
+from hybrid.training import RESULT_FILE, Place, Setting, last_checkpoint, saved, train_method
 
 FAILED_FILE = "failed.txt"
 """Why a cell failed; such a cell is tried again by the next start."""
