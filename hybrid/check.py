@@ -20,6 +20,7 @@ from hybrid.config import TINY, ExperimentConfig, held_out
 from hybrid.consistency import uses_teacher
 from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
+from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.read_config import Problem, validated
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
@@ -42,6 +43,7 @@ from teachers.errors import TeacherError
 from teachers.findings import Finding as TeacherFinding
 from teachers.findings import PreflightFailed
 from teachers.preflight import preflight
+from teachers.processors import load_processor, reads_images
 from teachers.protocol import Row, Want
 from teachers.tokenizer_check import tokenizer_findings
 
@@ -292,9 +294,18 @@ class _Checker:
                     f"student's context of {self._context(tokenizer)} tokens"
                 )
         longest = check_prompt_lengths(
-            rows, tokenizer, limit, chat_template_kwargs=self.config.student.chat_template_kwargs
+            rows, self._reader(rows) or tokenizer, limit, chat_template_kwargs=self.config.student.chat_template_kwargs
         )
         self._say("fact", path, f"{len(rows)} prompts of at most {longest} tokens")
+
+    def _reader(self, rows: datasets.Dataset) -> Any:
+        """The student's processor where rows have pictures; None where a tokenizer will do."""
+        model = self.config.student.model
+        if not set(PICTURE_COLUMNS).intersection(rows.column_names):
+            return None
+        if model.startswith(TINY):
+            return vision_processor() if model.removeprefix(TINY) in VISION_TASKS else None
+        return load_processor(model) if reads_images(model) else None
 
     def _context(self, tokenizer: Any) -> int:
         """Tokens that the student takes, prompt and completion together."""

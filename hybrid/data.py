@@ -20,6 +20,7 @@ from pyarrow import parquet
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hybrid.errors import DataError
+from hybrid.pictures import PICTURE_COLUMNS, encode_prompts, tokenizer_of
 from hybrid.rewards.gym import GYM_COLUMN, gym_record
 
 Builder = Callable[["DataConfig", int], datasets.Dataset]
@@ -134,6 +135,10 @@ def load_prompts(config: DataConfig, *, seed: int, builders: Mapping[str, Builde
             f"{where.name}: column '{reserved[0]}' has a name that the trainer uses itself, so no reward would "
             "ever see it; rename it, or leave it out with data.columns"
         )
+    if not config.chat and (pictures := sorted(set(PICTURE_COLUMNS).intersection(kept))):
+        raise DataError(
+            f"{where.name}: pictures ('{pictures[0]}') need data.chat: true; or leave them out with data.columns"
+        )
     if config.template is None and config.prompt_column != "prompt" and "prompt" in rows.column_names:
         raise DataError(
             f"{where.name}: column 'prompt' would be replaced by '{config.prompt_column}'; set "
@@ -172,15 +177,18 @@ def check_prompt_lengths(
     Raises:
       DataError: names the first bad row, its length and the limit; or the tokenizer has no chat template.
     """
-    longest = 0
+    longest, arguments = 0, chat_template_kwargs or {}
+    has_pictures = bool(set(PICTURE_COLUMNS).intersection(dataset.column_names))
     for row, prompt in enumerate(dataset["prompt"]):
-        ids = _prompt_ids(prompt, tokenizer, chat_template_kwargs or {})
+        ids = _prompt_ids(prompt, tokenizer, arguments)
+        if has_pictures:
+            ids = encode_prompts(tokenizer, [dataset[row]], arguments)["input_ids"][0].tolist()
         if len(ids) > limit:
             raise DataError(
                 f"prompt {row} has {len(ids)} tokens and the limit is {limit}; raise the limit, shorten the prompt, or "
                 f"leave the row out. It begins: {_beginning(prompt)}"
             )
-        bos = getattr(tokenizer, "bos_token_id", None)
+        bos = getattr(tokenizer_of(tokenizer), "bos_token_id", None)
         if bos is not None and list(ids[:2]) == [bos, bos]:
             raise DataError(
                 f"prompt {row} starts with two BOS tokens: its text or the chat template writes "

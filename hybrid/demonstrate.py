@@ -15,6 +15,7 @@ from datasets import Dataset
 from hybrid.config import ExperimentConfig
 from hybrid.errors import ConfigError
 from hybrid.evaluate import Evaluation, Sampling, evaluate
+from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.rewards import build_rewards
 from hybrid.sources import model_folder, training_prompts
 from hybrid.teacher_config import LocalTeacherConfig, ServedTeacherConfig, teachers_of
@@ -53,6 +54,8 @@ def demonstrate(
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     prompts = training_prompts(config)
+    if set(PICTURE_COLUMNS).intersection(prompts.column_names):
+        raise ConfigError("data: demonstrations are kept as JSON Lines, which hold no pictures; use prompts of text")
     sampling = Sampling(
         samples=samples,
         max_completion_length=config.train.max_completion_length,

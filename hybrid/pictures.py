@@ -1,4 +1,4 @@
-"""Rows with pictures: the columns `image` and `images`, in the form in which chat templates and processors want them."""
+"""Rows with pictures: the columns `image` and `images`, in the form that chat templates and processors want."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def encode_prompts(
         prompt = row["prompt"]
         if own and (isinstance(prompt, str) or not hasattr(processing_class, "image_processor")):
             why = "its prompt is no chat; set data.chat: true" if isinstance(prompt, str) else "the student reads none"
-            raise DataError(f"a row has {len(own)} pictures, and {why}")
+            raise DataError(f"a row has {len(own)} pictures (columns image, images), and {why}")
         if not isinstance(prompt, str):
             prompt = processing_class.apply_chat_template(
                 with_pictures(prompt, own), tokenize=False, add_generation_prompt=True, **chat_template_kwargs

@@ -203,7 +203,6 @@ def architecture(recipe: VisionRecipe) -> Qwen3VLConfig:
         vision_start_token_id=start,
         vision_end_token_id=end,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
 
@@ -212,10 +211,11 @@ def encode_figures(
     processor: PictureProcessor, figures: Sequence[Figure]
 ) -> tuple[dict[str, Tensor], Int[Tensor, "B T"]]:
     """Turns figures and their right workings into model inputs and labels, -100 where nothing is learnt."""
-    tokenizer: Any = processor.tokenizer
+    tokenizer = processor.tokenizer
     message = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
     prompt = tokenizer.apply_chat_template(message, tokenize=False)
-    encoded = processor(
+    read: Any = processor
+    encoded = read(
         text=[prompt + figure.working + tokenizer.eos_token for figure in figures],
         images=[[figure.draw()] for figure in figures],
         padding=True,

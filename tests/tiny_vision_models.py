@@ -20,10 +20,11 @@ def vision_model(family: str, seed: int):
     """Weights wide enough that every token hangs on its picture."""
     set_seed(seed)
     newest = architecture(RECIPES["count_dots", "student"])
-    text = newest.text_config.to_dict() | {"initializer_range": 0.3}
-    vision = newest.vision_config.to_dict() | {"initializer_range": 0.3}
+    settings = newest.to_dict()
+    text = settings["text_config"] | {"initializer_range": 0.3}
+    vision = settings["vision_config"] | {"initializer_range": 0.3}
     rope = {"rope_type": "default", "rope_theta": 30.0, "mrope_section": [8, 4, 4]}
-    others = {key: value for key, value in newest.to_dict().items() if key.endswith("token_id")}
+    others = {key: value for key, value in settings.items() if key.endswith("token_id")}
     others |= {"tie_word_embeddings": True, "dtype": "float32"}
     if family == "qwen3_vl":
         text["rope_parameters"] = rope | {"mrope_interleaved": True}
@@ -33,9 +34,9 @@ def vision_model(family: str, seed: int):
     shared = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "initializer_range")
     kept = {key: vision[key] for key in shared}
     if family == "qwen2_vl":
-        kept |= {"embed_dim": 32, "hidden_size": newest.text_config.hidden_size, "mlp_ratio": 2}
+        kept |= {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
         return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=kept, **others))
-    kept |= {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": newest.text_config.hidden_size}
+    kept |= {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": text["hidden_size"]}
     kept |= {"window_size": 16, "fullatt_block_indexes": []}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=kept, **others))
 

@@ -82,6 +82,7 @@ def test_what_is_measured_is_what_the_models_say_row_by_row(tmp_path, family):
     seen: list[StepWatch] = []
     train(tmp_path, "va_opd", family=family, watch=seen.append)
     batch, rollouts = seen[0].batch, seen[0].rollouts
+    assert batch.student_logprob_BT is not None
     assert {len(rollout.images) for rollout in rollouts} == {0, 1, 2}
     student, teacher = vision_model(family, 0), vision_model(family, 1)
     for row, rollout in enumerate(rollouts):
