@@ -66,7 +66,7 @@ class Problem:
 
         Args:
           drop_carry: the carry of an added nine is forgotten: 8+9 is 7.
-          slip: chance to forget a number, for a middling one; from 0.6 of it for a 1 to 1.4 of it for a 9.
+          slip: chance to count one too many at a step, for a middling number; from 0.6 of it at 1 to 1.4 of it at 9.
           rng: for the slips; needed where `slip` is not 0.
         """
         totals = [self.terms[0]]
@@ -75,7 +75,7 @@ class Problem:
             if drop_carry and term == 9 and totals[-1] % 10:
                 total -= 10
             if rng is not None and rng.random() < slip * (0.5 + term / 10):
-                total = totals[-1]
+                total += 1
             totals.append(total)
         return totals[1:]
 
