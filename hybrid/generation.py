@@ -16,6 +16,7 @@ from hybrid.methods.base import MethodConfig
 from hybrid.objective.losses import PolicyLoss
 from hybrid.objective.objective import Assignment, Objective, Term
 from hybrid.types import RolloutBatch, State, take_rows
+from teachers.decoder import KeptHead
 
 IMAGE_KEYS = (
     "pixel_values",
@@ -94,10 +95,14 @@ def narrowed(term: Any, width: int, share_width: int) -> Any:
 
 
 def without_heads(generation: Generation | None) -> Generation | None:
-    """The generation without what cannot be saved."""
+    """The generation without the heads of frozen teachers, which give them again; a student's earlier head stays."""
     if generation is None:
         return None
-    return replace(generation, scored={name: replace(s, head=None) for name, s in generation.scored.items()})
+    kept = {
+        name: scores if isinstance(scores.head, KeptHead) and scores.head.is_earlier else replace(scores, head=None)
+        for name, scores in generation.scored.items()
+    }
+    return replace(generation, scored=kept)
 
 
 def parent_term(objective: Objective, args: Any) -> Term | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from hybrid.checkpoints import PlacedSampler, begin, publish, writing
 from hybrid.collect import (
     Plan,
     Rollout,
@@ -108,6 +110,10 @@ class AfterUpdate(TrainerCallback):
         """The student is wrapped now, so teachers that share its weights can be."""
         self.trainer.bind_teachers()
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The prompts of this epoch stand in the order that it has in a run without a break."""
+        self.trainer.sampler.set_epoch(int(state.epoch or 0))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After each optimizer update."""
         for teacher in {id(scorer.teacher): scorer.teacher for scorer in self.trainer.scorers.values()}.values():
@@ -195,6 +201,7 @@ class HybridTrainer(GRPOTrainer):
         )
         self.scorers = self._make_scorers()
         self._bound = False
+        self._staging = ""
         check_scorers(self.method, self.plan, self.scorers)
         self.add_callback(AfterUpdate(self))
         self._parent_term = parent_term(self.objective, args)
@@ -503,22 +510,46 @@ class HybridTrainer(GRPOTrainer):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    def _get_train_sampler(self, dataset: Any = None) -> PlacedSampler:
+        self.sampler = PlacedSampler(super()._get_train_sampler(dataset))
+        return self.sampler
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging or super()._get_output_dir(trial)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        os.makedirs(folder, exist_ok=True)
-        state = {
+        root, step = Path(super()._get_output_dir(trial)), self.state.global_step
+        with writing(root, step):
+            staged = begin(root)
+            self._staging = str(staged)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = ""
+            folder = staged / f"checkpoint-{step}"
+            folder.mkdir(exist_ok=True)
+            torch.save(self._own_state(), folder / STATE_FILE.format(rank=self.accelerator.process_index))
+            publish(folder, root, self.args.save_total_limit)
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a resumed run needs beside TRL's state; rollouts only where they will be used again."""
+        assert self.args.steps_per_generation is not None
+        used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return {
             "method_state": self.method_state,
             "micro_step": self._step,
-            "buffered": self._buffered_inputs,
-            "generation": without_heads(self._generation),
-            "teachers": {
-                name: scorer.teacher.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-                for name, scorer in self.scorers.items()
-                if hasattr(scorer.teacher, "state_dict")
-            },
+            "buffered": None if used_up else self._buffered_inputs,
+            "generation": None if used_up else without_heads(self._generation),
+            "teachers": {name: teacher.state_dict() for name, teacher in self._own_teachers().items()},
         }
-        torch.save(state, os.path.join(folder, STATE_FILE.format(rank=self.accelerator.process_index)))
+
+    def _own_teachers(self) -> dict[str, Any]:
+        """The teachers that have a state, each under the first view that it scores."""
+        found: dict[int, tuple[str, Any]] = {}
+        for name, scorer in self.scorers.items():
+            if hasattr(scorer.teacher, "state_dict"):
+                found.setdefault(id(scorer.teacher), (name, scorer.teacher))
+        return dict(found.values())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -537,13 +568,13 @@ class HybridTrainer(GRPOTrainer):
         self._buffered_inputs = state["buffered"]
         self._generation = state["generation"]
         self._restore_heads()
-        for name, teacher_state in state["teachers"].items():
-            self.scorers[name].teacher.load_state_dict(teacher_state)  # pyright: ignore[reportAttributeAccessIssue]
+        for name, teacher in self._own_teachers().items():
+            teacher.load_state_dict(state["teachers"][name])
 
     def _restore_heads(self) -> None:
         """A head is code, not state: the teacher that made the hidden states gives it again."""
         if self._generation is None:
             return
         for name, scores in self._generation.scored.items():
-            if scores.hidden_BTH is not None:
+            if scores.hidden_BTH is not None and scores.head is None:
                 self._generation.scored[name] = replace(scores, head=head_of(self.scorers[name]))

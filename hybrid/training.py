@@ -1,7 +1,7 @@
 """One training of an experiment: a student, a method, everything that watches them, and the evaluations."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import transformers
 from datasets import Dataset
 
+from hybrid.checkpoints import newest_good
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import this_rank
 from hybrid.errors import DataError
@@ -159,11 +160,12 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
             responses_per_step=config.train.prompts_per_step * config.train.generations,
             evaluate=evaluator(setting, label, trainer, tokenizer),
             every=config.evaluate.every if config.evaluate else 0,
+            folder=folder,
             before=lambda: start_accuracy(setting, trainer, tokenizer),
         )
         trainer.add_callback(watch)
         began = time.perf_counter()
-        checkpoint = from_main(lambda: last_checkpoint(folder)) if resuming else None
+        checkpoint = from_main(lambda: last_checkpoint(folder, setting.bars.say)) if resuming else None
         if resuming and this_rank().is_main:
             cut_records(folder / "rollouts.jsonl", checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -178,7 +180,8 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
             tokenizer.save_pretrained(str(folder / "model"))
             if config.tracking.record_rollouts:
                 tracker.artifact_file(folder / "rollouts.jsonl")
-            done.write_bytes(orjson.dumps(outcome.__dict__))
+    if this_rank().is_main:  # after its run is closed: a kill in between has the end come again, and no run left open
+        done.write_bytes(orjson.dumps(outcome.__dict__))
     wait_for_all()
     return outcome
 
@@ -315,7 +318,12 @@ def start_accuracy(setting: Setting, trainer: HybridTrainer, tokenizer: Any) -> 
     return setting.evaluations[START].metrics() if START in setting.evaluations else {}
 
 
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint of a training; None for a start from the beginning."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[-1]))
-    return str(found[-1]) if found else None
+def last_checkpoint(folder: Path, tell: Callable[[str], None] | None = None) -> str | None:
+    """The newest checkpoint of a training that is whole; None for a start from the beginning.
+
+    Args:
+      folder: of the training.
+      tell: told of torn ones that were passed over.
+    """
+    found = newest_good(folder, tell or (lambda line: None))
+    return None if found is None else str(found)

@@ -13,10 +13,12 @@ import orjson
 import torch
 from transformers import TrainerCallback
 
+from hybrid.checkpoints import best_value, mark_best
 from hybrid.generation import StepWatch
 from hybrid.objective.objective import values
 from hybrid.progress import Bars, note_of
 from hybrid.record_writer import Texts, record_lines, write_records
+from hybrid.together import from_main
 from hybrid.tracking import Tracker
 
 RENAMED = {
@@ -53,6 +55,7 @@ class Watch(TrainerCallback):
         evaluate: Callable[[], Mapping[str, float]] | None,
         every: int,
         before: Callable[[], Mapping[str, float]],
+        folder: Path | None = None,
     ) -> None:
         """Takes where to write.
 
@@ -64,12 +67,15 @@ class Watch(TrainerCallback):
           evaluate: held-out metrics of the present student; None for none.
           every: steps between two evaluations; 0 for none in between.
           before: measures the start, or finds its metrics; called when the training begins.
+          folder: of the training, where its best checkpoint is marked; None marks none.
         """
         self.tracker, self.bars, self.label = tracker, bars, label
         self.responses_per_step, self.evaluate, self.every = responses_per_step, evaluate, every
         self.before = before
         self.latest: dict[str, float] = {}
         self.evaluated_at = 0
+        self.folder = folder
+        self._best: tuple[str, float] | None = None
         self._paused_s = 0.0
         self._teacher_tokens = 0.0
         self._began = time.perf_counter()
@@ -80,6 +86,9 @@ class Watch(TrainerCallback):
         self._began, self._paused_s = time.perf_counter(), 0.0
         if state.global_step == 0 and self.latest:
             self.tracker.metrics(self.latest, 0)
+        for entry in state.log_history:  # a resumed run counts on
+            self._teacher_tokens += float(entry.get("teacher/positions") or 0.0)
+            self._paused_s -= float(entry.get("step_time") or 0.0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """One point per step: what TRL logged, running totals, time and memory."""
@@ -102,7 +111,25 @@ class Watch(TrainerCallback):
         self.bars.advance(self.label, state.global_step, state.max_steps, note_of(self.latest))
         last = state.global_step == state.max_steps
         if self.evaluate is not None and self.every and (state.global_step % self.every == 0 or last):
-            self.measure(state.global_step)
+            metrics = self.measure(state.global_step)
+            self._best = self.better(metrics)
+            if self._best is not None:
+                control.should_save = True
+
+    def better(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """Name and value of the held-out accuracy, where it is above that of the best checkpoint so far."""
+        name = next((name for name in metrics if name.startswith("eval/avg_at")), None)
+        if self.folder is None or name is None:
+            return None
+        folder = self.folder
+        before = from_main(lambda: best_value(folder))
+        return (name, metrics[name]) if before is None or metrics[name] > before else None
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Marks a checkpoint that is the best so far."""
+        if self._best is not None and self.folder is not None and state.is_world_process_zero:
+            mark_best(self.folder / f"checkpoint-{state.global_step}", *self._best)
+        self._best = None
 
     def measure(self, step: int) -> Mapping[str, float]:
         """Evaluates the present student, unless this step has been evaluated already."""

@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,29 @@ DIVISOR = "logits_scaling"
 
 SOFTCAP = "final_logit_softcapping"
 """Setting c of Gemma's logits: c * tanh(logits / c)."""
+
+
+@dataclass(frozen=True)
+class KeptHead:
+    """A head that belongs to nobody's training: a copy, which can be saved.
+
+    Attributes:
+      module: the weights.
+      scale: by which the logits are multiplied.
+      softcap: of the logits; None for none.
+      vocab_size: number of real ids; None for all.
+      is_earlier: the weights have been trained since, or may be, so that the copy cannot be made again.
+    """
+
+    module: nn.Module
+    scale: float
+    softcap: float | None
+    vocab_size: int | None
+    is_earlier: bool
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Logits [..., V] at temperature 1 of states [..., X]."""
+        return logits_of(states, self.module, self.scale, self.softcap)[..., : self.vocab_size]
 
 
 class Decoder:
@@ -135,10 +159,7 @@ class Decoder:
         kept = self._kept if self._kept is not None else self._copied_head(spread)
         self._kept = None if trained else kept
 
-        def head(states: Tensor) -> Tensor:
-            return self._logits(states, kept)[..., : self.vocab_size]
-
-        return head
+        return KeptHead(kept, self._scale, self._softcap, self.vocab_size, is_earlier=trained)
 
     def _copied_head(self, spread: bool) -> nn.Module:
         with self.gathered():
@@ -164,19 +185,7 @@ class Decoder:
             yield
 
     def _logits(self, states: Tensor, lm_head: Any) -> Tensor:
-        weight = lm_head.weight
-        states = states.to(weight.device)
-        if not weight.is_floating_point():
-            logits = lm_head(states)  # a quantised head knows best how to multiply
-        elif hasattr(weight, "ds_id"):
-            # calling the module would hand the weights back after each slice
-            logits = functional.linear(states.to(weight.dtype), weight, lm_head.bias)
-        else:
-            logits = lm_head(states.to(weight.dtype))
-        logits = _at_least_float32(logits)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        return logits_of(states, lm_head, self._scale, self._softcap)
 
     def _forward(self, inputs: Mapping[str, Tensor], last_only: bool = False) -> Any:
         extra: dict[str, Any] = {"use_cache": False} if "use_cache" in self.accepts else {}
@@ -221,6 +230,23 @@ class Decoder:
         coarse = max(torch.finfo(states_BLX.dtype).eps, torch.finfo(logits.dtype).eps)
         slack = max(1e-4, 4 * coarse) * max(1.0, float(ours.abs().max()))
         return bool((ours - theirs.to(ours.dtype)).abs().max() <= slack)
+
+
+def logits_of(states: Tensor, lm_head: Any, scale: float, softcap: float | None) -> Tensor:
+    """The logits of states, in float32 or finer."""
+    weight = lm_head.weight
+    states = states.to(weight.device)
+    if not weight.is_floating_point():
+        logits = lm_head(states)  # a quantised head knows best how to multiply
+    elif hasattr(weight, "ds_id"):
+        # calling the module would hand the weights back after each slice
+        logits = functional.linear(states.to(weight.dtype), weight, lm_head.bias)
+    else:
+        logits = lm_head(states.to(weight.dtype))
+    logits = _at_least_float32(logits)
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _logit_scale(config: Any) -> float:
