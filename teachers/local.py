@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from teachers.alongside import Alongside
 from teachers.errors import TeacherCannot, TeacherError
 from teachers.pixels import ImageInputs
 from teachers.protocol import SAMPLED, Row, Want
@@ -199,6 +200,19 @@ class LocalTeacher:
     def score(self, rows: Sequence[Row], want: Want = SAMPLED) -> TeacherScores:
         """Scores `rows`; see `teachers.protocol.Teacher` and `teachers.scoring.Scorer.score`."""
         return self._open().score(rows, want)
+
+    def alongside(self) -> Alongside:
+        """This model as a reader of responses that are still being written.
+
+        Raises:
+          TeacherCannot: ZeRO-3 spreads its weights, and ranks write at their own pace.
+        """
+        scorer = self._open()
+        if scorer.decoder.is_sharded:
+            raise TeacherCannot(
+                f"teacher {self.name!r} is sharded by ZeRO-3, so it cannot read along; use another stage"
+            )
+        return Alongside(scorer.model, images=scorer.images, vocab_size=self.settings.vocab_size)
 
     def shard(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         """Scores through a wrapper from now on, such as DeepSpeed's ZeRO-3 engine; a second call does nothing.
