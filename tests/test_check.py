@@ -7,7 +7,7 @@ import pytest
 from hybrid.check import check_experiment, is_hub_name
 from hybrid.read_config import read_experiment
 from hybrid.sources import held_out_prompts, training_prompts
-from tests.tiny_models import tokenizer
+from tests.tiny_models import model, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = (ROOT / "experiments" / "quickstart.yaml").read_text(encoding="utf-8")
@@ -184,6 +184,43 @@ def test_an_idle_teacher_and_no_evaluation_are_worth_a_warning(tmp_path):
         "nothing is evaluated on held-out prompts; `evaluate: {}` does it",
         "teacher: is asked by no method of this experiment",
     ]
+
+
+@pytest.fixture
+def made_here(tmp_path, monkeypatch):
+    """A student and a teacher of random weights as folders, and an experiment with them."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("student", "teacher")):
+        model(seed, vocab_size=48).save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    rows = [f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(40)]
+    Path("rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    text = QUICKSTART.replace("source: tiny:chain_sum", "source: rows.jsonl")
+    text = text.replace("  model: tiny:chain_sum", "  model: student").replace(
+        "{model: tiny:chain_sum}", "{model: teacher}"
+    )
+    Path("x.yaml").write_text(text, encoding="utf-8")
+    return Path("x.yaml")
+
+
+def test_a_live_check_asks_the_teacher(made_here):
+    findings = check_experiment(made_here, ["evaluate.prompts=8"], live=True)
+    assert levels(findings, "error") == []
+    facts = "\n".join(levels(findings, "fact"))
+    assert "teacher: tokenizer: " in facts
+    assert "teacher: context length: 28 of 256" in facts
+    assert "teacher: prompts: the same for both: student (4 ids) '0+1='" in facts
+
+
+def test_a_live_check_tells_what_the_teacher_cannot(made_here):
+    settings = [
+        "evaluate=",
+        "teacher={model: teacher, url: 'http://127.0.0.1:9', requests: {retries: 0, timeout_s: 1}}",
+    ]
+    findings = check_experiment(made_here, settings, live=True)
+    errors = "\n".join(levels(findings, "error"))
+    assert "teacher: context length: the teacher does not answer" in errors
+    assert "start its server, or mend its address" in errors
 
 
 def test_what_a_run_will_write_is_worth_a_warning(tmp_path, monkeypatch):
