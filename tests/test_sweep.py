@@ -1,0 +1,247 @@
+"""A sweep: matched cells, killed and gone on with, failures counted; and which settings its cells have."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import orjson
+import pytest
+
+from hybrid.compare.load import load_runs
+from hybrid.errors import ConfigError
+from hybrid.training import RESULT_FILE
+from hybrid.sweep import FAILED_FILE, MADE_OF_FILE, first_difference, refuse_other_settings, run_sweep, state_of
+from hybrid.sweep_config import labels_of, read_sweep, set_dotted
+from hybrid.yaml_file import dump_yaml
+from tests.experiments import QUICKSTART, ROOT, SMALL
+
+pytestmark = pytest.mark.xdist_group("experiments")
+GRID = {
+    "base": str(QUICKSTART),
+    "name": "grid",
+    "seeds": [4, 7],
+    "methods": [{"name": "grpo"}, {"name": "opd"}],
+    "tasks": {"sums": {}, "lost": {"data.source": "nowhere.jsonl"}},
+    "only": {"grpo": ["sums"]},
+    "settings": {key: int(value) for key, _, value in (change.partition("=") for change in SMALL)},
+}
+WITHOUT_TASKS = {"tasks": {}, "only": {}}
+
+
+def written(folder, **changes):
+    """The grid as a file in a folder, with other values of its keys; its cells write below the same folder."""
+    values = GRID | changes
+    values["settings"] = values["settings"] | {"tracking.folder": str(folder / "runs")}
+    path = folder / "grid.yaml"
+    path.write_text(dump_yaml(values), encoding="utf-8")
+    return path
+
+
+def wait_for(path, process, limit_s=240):
+    """Waits until a file is there; what the process says is the message if it is not."""
+    until = time.monotonic() + limit_s
+    while not path.is_file():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, f"{path} was not written"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, tiny_cache):
+    """A grid whose processes were killed after the first cell, and the time at which that was done."""
+    folder = tmp_path_factory.mktemp("sweep")
+    path = written(folder)
+    first = folder / "runs" / "grid" / "sums" / "grpo" / "seed4" / RESULT_FILE
+    command = [sys.executable, "-m", "hybrid.cli", "sweep", str(path), "--jobs", "1"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        wait_for(first, process)
+        os.killpg(process.pid, signal.SIGKILL)
+    return path, folder / "runs" / "grid", first.stat().st_mtime_ns
+
+
+@pytest.fixture(scope="module")
+def gone_on(killed):
+    """The same grid after a second start in two processes: exit code, cells by name, and the folder."""
+    path, folder, _ = killed
+    code = run_sweep(path, jobs=2)
+    _, cells = read_sweep(path)
+    return code, {cell.name: cell for cell in cells}, folder
+
+
+def test_a_second_start_does_what_is_missing_and_nothing_twice(killed, gone_on):
+    _, _, done_at = killed
+    _, cells, folder = gone_on
+    assert (folder / "sums" / "grpo" / "seed4" / RESULT_FILE).stat().st_mtime_ns == done_at
+    for name in cells:
+        assert (folder / name / RESULT_FILE).is_file() == name.startswith("sums/")
+    steps = {
+        name: [orjson.loads(line)["step"] for line in (folder / name / "rollouts.jsonl").read_bytes().splitlines()]
+        for name in cells
+        if name.startswith("sums/")
+    }
+    assert all(found == [0] * 4 + [1] * 4 for found in steps.values()), steps
+
+
+def test_a_failing_cell_is_counted_and_stops_no_other(gone_on):
+    code, cells, folder = gone_on
+    assert code == 1
+    states = {name: state_of(cell, folder).name for name, cell in cells.items()}
+    assert states == {
+        "sums/grpo/seed4": "done",
+        "sums/opd/seed4": "done",
+        "lost/opd/seed4": "failed",
+        "sums/grpo/seed7": "done",
+        "sums/opd/seed7": "done",
+        "lost/opd/seed7": "failed",
+    }
+    assert "nowhere.jsonl" in (folder / "lost" / "opd" / "seed4" / FAILED_FILE).read_text()
+
+
+def test_methods_of_a_seed_see_the_same_prompts_in_the_same_order(gone_on):
+    _, _, folder = gone_on
+
+    def seen(method, seed):
+        lines = (folder / "sums" / method / f"seed{seed}" / "rollouts.jsonl").read_bytes().splitlines()
+        return [orjson.loads(line)["prompt"] for line in lines]
+
+    assert seen("grpo", 4) == seen("opd", 4)
+    assert seen("grpo", 7) == seen("opd", 7)
+    assert seen("grpo", 4) != seen("grpo", 7)
+    before = {
+        (method, seed): orjson.loads((folder / "sums" / method / f"seed{seed}" / RESULT_FILE).read_bytes())["before"]
+        for method in ("grpo", "opd")
+        for seed in (4, 7)
+    }
+    assert before["grpo", 4] == before["opd", 4]
+    assert before["grpo", 7] == before["opd", 7]
+
+
+def test_runs_stand_below_one_parent_and_failures_among_them(gone_on):
+    _, _, folder = gone_on
+    parent = (folder / "mlflow_run").read_text()
+    uri = (folder / "mlflow_uri").read_text()
+    runs = load_runs(uri=uri, experiment="grid", parent_run_id=parent)
+    status = {(run.task, run.method, run.seed): run.status for run in runs}
+    assert status == {
+        **{("sums", method, seed): "FINISHED" for method in ("grpo", "opd") for seed in (4, 7)},
+        **{("lost", "opd", seed): "FAILED" for seed in (4, 7)},
+    }
+
+
+def test_the_comparison_is_written_and_counts_what_failed(gone_on):
+    _, _, folder = gone_on
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert (folder / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+    found = orjson.loads((folder / "comparison.json").read_bytes())
+    assert found["baseline"] == "grpo"
+    counted = {(one["task"], one["method"]): (one["num_runs"], one["num_failed"]) for one in found["results"]}
+    assert counted["sums", "opd"] == (2, 0)
+    assert counted["lost", "opd"] == (2, 2)
+
+
+def test_cells_of_other_settings_are_refused_by_name(killed, gone_on):
+    path, folder, _ = killed
+    _, cells = read_sweep(path, ["settings.student.lr=0.5"])
+    with pytest.raises(ConfigError, match=r"was run with student\.lr = 0\.\d+, and the sweep now has 0\.5"):
+        refuse_other_settings(cells, folder)
+    _, cells = read_sweep(path, ["settings.tracking.note=a word"])
+    refuse_other_settings(cells, folder)
+    models = orjson.loads((folder / "sums" / "opd" / "seed4" / MADE_OF_FILE).read_bytes())["embedded_models"]
+    assert [name.split("-")[:3] for name in models] == [
+        ["tiny", "chain_sum", "student"],
+        ["tiny", "chain_sum", "teacher"],
+    ]
+
+
+def test_the_first_difference_has_a_dotted_name():
+    assert first_difference({"settings": {"a": {"b": 1}}}, {"settings": {"a": {"b": 2}}}) == ("a.b", 1, 2)
+    assert first_difference({"x": [1]}, {"x": [1], "y": 2}) == ("y", None, 2)
+
+
+def test_seeds_are_outermost_and_a_method_may_keep_to_some_tasks(tmp_path):
+    _, cells = read_sweep(written(tmp_path))
+    assert [cell.name for cell in cells] == [
+        "sums/grpo/seed4",
+        "sums/opd/seed4",
+        "lost/opd/seed4",
+        "sums/grpo/seed7",
+        "sums/opd/seed7",
+        "lost/opd/seed7",
+    ]
+    assert {cell.config.seed for cell in cells} == {4, 7}
+    assert {cell.config.train.steps for cell in cells} == {2}
+    assert all(list(cell.config.methods) == [cell.label] for cell in cells)
+
+
+def test_a_number_of_seeds_counts_from_zero(tmp_path):
+    _, cells = read_sweep(written(tmp_path, seeds=3, **WITHOUT_TASKS))
+    assert [cell.name for cell in cells][:3] == ["grpo/seed0", "opd/seed0", "grpo/seed1"]
+    assert len(cells) == 6
+
+
+def test_without_methods_those_of_the_experiment_run(tmp_path):
+    _, cells = read_sweep(written(tmp_path, methods=[], seeds=1, **WITHOUT_TASKS))
+    assert [cell.label for cell in cells] == ["opdvr", "grpo", "opd"]
+
+
+def test_what_varies_is_in_the_label_and_in_the_settings(tmp_path):
+    vary = {"student.lr": [0.1, 0.2], "method.coef": [1.0, 2.0]}
+    _, cells = read_sweep(written(tmp_path, methods=[{"name": "grpo_opd"}], seeds=1, vary=vary, **WITHOUT_TASKS))
+    settings = {cell.label: (cell.config.student.lr, dict(cell.config.method)["coef"]) for cell in cells}
+    assert settings == {
+        "grpo_opd_lr=0.1_coef=1.0": (0.1, 1.0),
+        "grpo_opd_lr=0.1_coef=2.0": (0.1, 2.0),
+        "grpo_opd_lr=0.2_coef=1.0": (0.2, 1.0),
+        "grpo_opd_lr=0.2_coef=2.0": (0.2, 2.0),
+    }
+
+
+def test_the_study_has_a_cell_for_every_task_method_and_seed():
+    sweep, cells = read_sweep(ROOT / "experiments" / "study.yaml")
+    tasks, labels = {cell.task for cell in cells}, {cell.label for cell in cells}
+    assert tasks == {"chain_sum", "carry_sum", "long_sum"}
+    assert sweep.baseline in labels
+    assert len(labels) == 12
+    assert {cell.seed for cell in cells} == set(range(8))
+    assert len({cell.name for cell in cells}) == len(cells) == 288
+
+
+def test_a_block_of_settings_merges_and_one_that_says_what_it_is_takes_the_place():
+    values = {"train": {"steps": 1, "top_p": 0.5}, "data": {"source": {"task": "a", "params": {"x": 1}}}}
+    before = str(values)
+    changed = dict(values)
+    set_dotted(changed, "train", {"steps": 2})
+    set_dotted(changed, "train.trl", {"beta": 0.0})
+    set_dotted(changed, "data.source", {"task": "b"})
+    set_dotted(changed, "evaluate.data", {"split": "eval"})
+    assert changed == {
+        "train": {"steps": 2, "top_p": 0.5, "trl": {"beta": 0.0}},
+        "data": {"source": {"task": "b"}},
+        "evaluate": {"data": {"split": "eval"}},
+    }
+    assert str(values) == before
+
+
+def test_labels_are_given_or_numbered():
+    methods = [{"name": "kat"}, {"name": "kat", "window": 3}, {"name": "kat", "label": "short"}, {"name": "kat"}]
+    assert labels_of(methods) == ["kat", "kat_2", "short", "kat_3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"seeds": []}, "the sweep has no cell"),
+        ({"methods": [{"name": "gpro"}]}, "cell sums gpro seed 4: .*gpro"),
+        ({"tasks": {"a": {"train.stepz": 3}}}, r"cell a opd seed 4: .*train\.stepz: unknown key; did you mean steps"),
+        ({"jobs": 0}, r"grid\.yaml:\d+: jobs: "),
+        ({"name": "a/b"}, r"grid\.yaml:\d+: name: "),
+        ({"seed": 3}, "seed: unknown key; did you mean seeds"),
+    ],
+)
+def test_an_error_names_its_cell_or_its_key(tmp_path, changes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        read_sweep(written(tmp_path, **changes))
