@@ -241,7 +241,7 @@ def join(engine: EngineConfig) -> None:
 
     on_gpu = gpus() > 0
     if on_gpu:
-        torch.cuda.set_device(this_rank().local)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if engine.kind == "deepspeed":
         import deepspeed
 

@@ -33,9 +33,7 @@ from hybrid.tiny_tasks import (
     ANSWER_PATTERN,
     HINT_TEMPLATE,
     TASKS,
-    Problem,
     Split,
-    TinyTask,
     degraded_prompt,
     draw_problem,
     render_working,
@@ -228,7 +226,7 @@ def encode_rows(
     prompts = tokenizer([prompt for prompt, _ in rows])["input_ids"]
     completions = tokenizer([completion for _, completion in rows])["input_ids"]
     width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True)) + 1
-    ids_BT = torch.full((len(rows), width), tokenizer.pad_token_id)
+    ids_BT = torch.full((len(rows), width), int(tokenizer.pad_token_id))  # pyright: ignore[reportArgumentType]
     labels_BT = torch.full_like(ids_BT, IGNORED)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         target = [*completion, tokenizer.eos_token_id]
@@ -260,9 +258,9 @@ def _architecture(recipe: Recipe) -> Qwen2Config:
         rope_parameters={"rope_type": "default", "rope_theta": 30.0},
         initializer_range=0.1,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType]
+        bos_token_id=tokenizer.bos_token_id,  # pyright: ignore[reportArgumentType]
+        eos_token_id=tokenizer.eos_token_id,  # pyright: ignore[reportArgumentType]
         dtype="float32",
     )
 

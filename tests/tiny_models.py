@@ -35,7 +35,9 @@ def model(seed: int, hidden: int = 32, vocab_size: int = len(VOCABULARY)) -> Qwe
 
 
 def prompts(num: int = 24) -> Dataset:
-    return Dataset.from_dict({"prompt": [f"{i}+{i + 1}=" for i in range(num)], "answer": [str(2 * i + 1) for i in range(num)]})
+    return Dataset.from_dict(
+        {"prompt": [f"{i}+{i + 1}=" for i in range(num)], "answer": [str(2 * i + 1) for i in range(num)]}
+    )
 
 
 def coin(completions, completion_ids, **columns):
