@@ -237,7 +237,7 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
     )
 
 
-def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker) -> Path:
+def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | Silent) -> Path:
     """The HTML report of this start's trainings, also an artifact of the parent run."""
     from hybrid.compare.load import load_runs
     from hybrid.compare.report import write_report

@@ -262,7 +262,7 @@ def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.engine.kind != "deepspeed":  # which puts the weights where it wants them
-        model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore
     return model, processing_class
 
 

@@ -19,7 +19,6 @@ from hybrid.objective.objective import values
 from hybrid.progress import Bars, note_of
 from hybrid.record_writer import Texts, record_lines, write_records
 from hybrid.together import from_main
-from hybrid.tracking import Tracker
 
 RENAMED = {
     "completions/mean_length": "response_length/mean",
@@ -48,7 +47,7 @@ class Watch(TrainerCallback):
     def __init__(
         self,
         *,
-        tracker: Tracker,
+        tracker: Any,
         bars: Bars,
         label: str,
         responses_per_step: int,
@@ -155,7 +154,7 @@ class Recorder:
     """Writes every generation batch as JSON Lines, and now and then a table of completions."""
 
     def __init__(
-        self, *, path: Path | None, tracker: Tracker, tokenizer: Any, table_every: int, tell: Callable[[str], None]
+        self, *, path: Path | None, tracker: Any, tokenizer: Any, table_every: int, tell: Callable[[str], None]
     ) -> None:
         """Takes where to write.
 
