@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from hybrid.config import ExperimentConfig, held_out, resolved_yaml
 from hybrid.consistency import teacher_measurements
