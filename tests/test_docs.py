@@ -1,6 +1,7 @@
 """What is written for readers agrees with what is there."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,9 @@ def test_the_first_commands_of_the_readme_are_targets():
     [("quickstart", "hybrid train experiments/quickstart.yaml"), ("lint", "pyright"), ("docs", "hybrid.method_pages")],
 )
 def test_make_would_do_it(target, last):
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    # Under `make test` an inner make would inherit MAKEFLAGS and MAKELEVEL and print the folder that it leaves.
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert last in done.stdout.splitlines()[-1]
 
 
