@@ -14,6 +14,7 @@ from hybrid.objective.kl_trap import TrapState, online_stop, token_divergence, t
 from hybrid.records import read_records
 from hybrid.tiny_vision import vision_processor
 from hybrid.trainer import HybridConfig, HybridTrainer
+from hybrid.training import training_rewards
 from hybrid.watching import rollout_lines
 from teachers.cache import CachedTeacher
 from teachers.local import LocalTeacher
@@ -38,6 +39,7 @@ def built(
     own: dict[str, Any] = {
         key: settings.pop(key) for key in ("max_steps", "mask_truncated_completions", "seed") if key in settings
     }
+    own = {"max_steps": 1, "seed": 1} | own
     args = HybridConfig(
         output_dir=str(tmp_path / "out"),
         per_device_train_batch_size=16,
@@ -49,7 +51,7 @@ def built(
         save_strategy="no",
         use_cpu=True,
         bf16=False,
-        **({"max_steps": 1, "seed": 1} | own),
+        **own,
     )
     return HybridTrainer(
         student or model(0),
@@ -136,7 +138,7 @@ def test_chunks_end_at_the_token_that_fires(tmp_path, chunk):
 
 
 def test_generation_ends_with_the_last_response(tmp_path):
-    """With every window low and nothing exempt, all responses end at the first trigger: that many forwards are saved."""
+    """With every window low and nothing exempt, all responses end at the first trigger, and the forwards are saved."""
     forwards = []
     for online in (False, True):
         student, calls = model(0), []
@@ -233,3 +235,10 @@ def test_responses_to_pictures_are_stopped_too(tmp_path):
     assert sum(map(len, completions(short))) < sum(map(len, completions(whole)))
     with pytest.raises(ConfigError, match="the student reads pictures"):
         built(tmp_path, online=True, online_chunk=4, student=vision_model("qwen3_vl", 0), **settings)
+
+
+def test_an_experiment_that_asks_for_it_keeps_its_rewards_for_the_evaluation():
+    asked, left, other = (method_of(m) for m in ({"name": "kat", "online": True}, "kat", "grpo"))
+    assert training_rewards(asked, [coin]) == []
+    assert training_rewards(left, [coin]) == [coin]
+    assert training_rewards(other, [coin]) == [coin]
