@@ -157,6 +157,30 @@ def on_support(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Floa
     return torch.cat([top_NK, tail_N1], -1)
 
 
+def reverse_kl_of_logits(
+    student_NV: Float[Tensor, "N V"], teacher_NV: Float[Tensor, "N W"], wanted: Divergence, temperature: float
+) -> Float[Tensor, " N"]:
+    """The reverse KL that is measured for credit, from both models' logits at temperature 1.
+
+    Args:
+      student_NV: of the student.
+      teacher_NV: of the teacher, whose vocabulary may be padded otherwise.
+      wanted: with full support, or the student's top-k.
+      temperature: of the sampler, at which a top-k support is compared.
+    """
+    if wanted.support == "full":
+        width = min(student_NV.shape[1], teacher_NV.shape[1])
+        ours_NV, theirs_NV = (
+            shared_log_softmax(x.float(), wanted.temperature, width) for x in (student_NV, teacher_NV)
+        )
+        return divergence(ours_NV, theirs_NV, "reverse_kl", wanted.beta)
+    assert wanted.support == "student"
+    log_NV = torch.log_softmax(student_NV.float() / temperature, -1)
+    top_NK, ids_NK = log_NV.topk(min(wanted.top_k, log_NV.shape[1]), -1)
+    theirs_NK = torch.log_softmax(teacher_NV.float() / temperature, -1).gather(1, ids_NK)
+    return coarse_reverse_kl(top_NK[None], theirs_NK[None])[0]
+
+
 def coarse_reverse_kl(
     student_top_BTK: Float[Tensor, "B T K"], teacher_top_BTK: Float[Tensor, "B T K"]
 ) -> Float[Tensor, "B T"]:

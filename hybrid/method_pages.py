@@ -56,6 +56,7 @@ MEANINGS: Mapping[str, str] = {
     "contrast/at_clip": "share of tokens with a pair of contexts whose evidence reaches eps",
     "kl_trap/cut": "share of responses that were cut",
     "kl_trap/threshold": "the smoothed KL below which a window is low; empty until the memory is full",
+    "kl_trap/stopped": "share of responses that ended while they were written; only with the online stop",
     "kl_trap/estimated": "1 where the KL is estimated from the sampled token, which is not the paper's method",
 }
 """What a metric means, where its name alone does not say it."""

@@ -4,6 +4,7 @@ The only file that imports trl. The overridden seams (design section 4) are pinn
 Everything TRL's users know stays: `GRPOConfig` fields, reward functions, callbacks, PEFT, VLM datasets.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ from hybrid.generation import (
 from hybrid.methods import MethodConfig, method_of
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
+from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.pictures import PICTURE_COLUMNS, pictures_of
 from hybrid.student import measure_student
@@ -203,6 +205,14 @@ class HybridTrainer(GRPOTrainer):
         self._bound = False
         self._staging = ""
         check_scorers(self.method, self.plan, self.scorers)
+        facts = RunFacts(
+            args=args,
+            rewarded=self.rewarded,
+            zero_stage=getattr(getattr(self.accelerator.state, "deepspeed_plugin", None), "zero_stage", 0),
+            tools=bool(self.tools),
+            pictures=self._processor is not None,
+        )
+        self._online = chosen_stop(getattr(self.method, "online_stop", None), self.scorers, facts)
         self.add_callback(AfterUpdate(self))
         self._parent_term = parent_term(self.objective, args)
         if self._parent_term is not None:
@@ -245,6 +255,22 @@ class HybridTrainer(GRPOTrainer):
             yield unwrapped
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, *others: Any, **more: Any) -> Any:
+        write = partial(super()._generate_single_turn, **more)
+        online = self._online if self.model.training else None
+        threshold = -math.inf if online is None else online.threshold(self.method_state, self.state.global_step)
+        if online is None or threshold == -math.inf:
+            return write(prompt_ids, images, *others)
+        written, num_stopped = write_online(self, online, threshold, write, prompt_ids, images, others)
+        counts = torch.tensor([[float(num_stopped), float(len(prompt_ids))]], device=self.accelerator.device)
+        stopped, rows = self.accelerator.gather(counts).sum(0).tolist()
+        self._metrics["train"]["kl_trap/stopped"].append(stopped / rows)
+        return written
+
+    def measure_rollouts(self, own: Sequence[Rollout]) -> tuple[RolloutBatch, dict[str, Any]]:
+        """What is measured of responses, whether finished or not; their contexts see them alone."""
+        return self._measure(as_batch(own, self._tokenizer.pad_token_id, self.accelerator.device), own, own)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         with self.phases.timed("rewards"):

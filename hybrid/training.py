@@ -150,7 +150,8 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
         return Outcome(**orjson.loads(done.read_bytes()))
     with open_child(setting, label, place) as tracker:
         # before any model is read: ZeRO-3 spreads its weights while they are
-        args = training_args(config, method, folder, reward_weights=[reward.weight for reward in setting.rewards])
+        weights = [reward.weight for reward in training_rewards(method, setting.rewards)]
+        args = training_args(config, method, folder, reward_weights=weights)
         model, tokenizer = load_student(config, setting.student)
         trainer = build_trainer(setting, config, method, model, tokenizer, args, folder, tracker)
         watch = Watch(
@@ -229,7 +230,7 @@ def build_trainer(
         model,
         method=method,
         teacher=setting.teacher,
-        reward_funcs=list(setting.rewards) or None,
+        reward_funcs=training_rewards(method, setting.rewards) or None,
         args=args,
         train_dataset=setting.prompts,
         processing_class=tokenizer,
@@ -240,6 +241,11 @@ def build_trainer(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
+
+
+def training_rewards(method: MethodConfig, rewards: Sequence[Any]) -> list[Any]:
+    """The rewards that judge a training's responses; none where they end early by request (KAT with `online: true`)."""
+    return [] if method.online_stop is not None and method.online_stop.required else list(rewards)
 
 
 def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:

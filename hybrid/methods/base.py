@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hybrid.objective.kl_trap import OnlineStop
 from hybrid.objective.losses import PolicyLoss
 from hybrid.objective.objective import Objective
 
@@ -53,6 +54,11 @@ class MethodConfig(BaseModel, abc.ABC):
     def views(self) -> Mapping[str, ViewSpec]:
         """How the views are made that are not simply the teacher under the student's own prompt."""
         return {}
+
+    @property
+    def online_stop(self) -> OnlineStop | None:
+        """What ends responses while they are written; None for a method that wants them whole."""
+        return None
 
 
 class ClippedMethod(MethodConfig):

@@ -2,8 +2,8 @@
 
 No official code was found. RECONSTRUCTED: the exempt span and what a trigger inside it does, the stride of the
 windows, whose top-k the support is, what enters the buffer, and the normaliser. Ours: at least `min_keep` tokens stay.
-With a verifier beside it the mask is applied to complete responses; `hybrid.objective.kl_trap.online_stop` ends them
-while they are written.
+Without a verifier the trap ends responses while they are written (`hybrid.online_stop`); with one beside it the same
+cut masks complete responses.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from hybrid.methods.base import MethodConfig
-from hybrid.objective.kl_trap import Estimator, Trap, TrapMemory, keep_before_kl_trap
+from hybrid.objective.kl_trap import Estimator, OnlineStop, Trap, TrapMemory, keep_before_kl_trap
 from hybrid.objective.losses import Divergence, SampledDivergence
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import kept_token_mean, response_mean
@@ -43,6 +43,8 @@ class Kat(MethodConfig):
         "reduction": "RECONSTRUCTED",
         "top_k": "paper: 64 and a tail",
         "support": "RECONSTRUCTED: whose top 64 is not stated",
+        "online": "paper: online; with a verifier ours, masking",
+        "online_chunk": "ours; the paper looks at every token",
         "estimator": "paper for kl; k1 and k3 are ours, for teachers without a distribution",
     }
 
@@ -82,6 +84,19 @@ class Kat(MethodConfig):
         "method, and marked by the metric kl_trap/estimated.",
     )
 
+    online: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Ends a response while it is written, where its trap fires: auto where it can be done, which is "
+        "with a local teacher and without a reward, as a cut response has no answer; true refuses a run where it "
+        "cannot, and takes an experiment's rewards for its evaluation alone; false masks complete responses.",
+    )
+    online_chunk: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens between two looks at a response that is being written; 0 is every token where the student "
+        "generates in this process, and 128 where an engine does.",
+    )
+
     @model_validator(mode="after")
     def _refuse_gaps(self) -> Self:
         if self.stride > self.window:
@@ -96,6 +111,21 @@ class Kat(MethodConfig):
             credit=chain(from_teacher_known(), trap),
             loss=self.loss(),
             reduction=kept_token_mean() if self.reduction == "kept_token_mean" else response_mean(kept=True),
+        )
+
+    @property
+    @override
+    def online_stop(self) -> OnlineStop | None:
+        if self.online is False:
+            return None
+        loss = self.loss()
+        return OnlineStop(
+            self.trap,
+            self.memory,
+            self.estimator,
+            divergence=loss if isinstance(loss, Divergence) else None,
+            chunk=self.online_chunk,
+            required=self.online is True,
         )
 
     @property

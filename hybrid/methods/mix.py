@@ -130,6 +130,16 @@ class Mix(MethodConfig):
         return {name: spec for name, spec in together.items() if spec != ViewSpec()}
 
     @model_validator(mode="after")
+    def _trains_whole_responses(self) -> Self:
+        for part in self.parts:
+            if part.method.online_stop is not None and part.method.online_stop.required:
+                raise ConfigError(
+                    f"{part.method.name} with online: true ends responses that the other parts want whole; "
+                    "in a mixture it masks them (online: auto)"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _has_one_making_of_each_view(self) -> Self:
         assert self.views is not None  # raises where two parts disagree
         return self

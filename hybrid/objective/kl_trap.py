@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybrid.errors import check
+from hybrid.objective.losses import Divergence
 from hybrid.objective.ranks import linear_quantile
 from hybrid.objective.signals import teacher_gap
 from hybrid.objective.step import Phase, Step, close_gate
@@ -156,7 +157,12 @@ def token_divergence(batch: RolloutBatch, estimator: Estimator) -> Float[Tensor,
     if estimator == "kl":
         return batch.need("kl")
     gap_BT = teacher_gap(batch.view("teacher").logprob_BT, batch.need("student_logprobs"))
-    return -gap_BT if estimator == "k1" else gap_BT.exp() - gap_BT - 1
+    return sampled_divergence(gap_BT, estimator)
+
+
+def sampled_divergence(gap: Float[Tensor, "*s"], estimator: Estimator) -> Float[Tensor, "*s"]:
+    """The estimate k1 or k3 of the reverse KL from the sampled token's gap, teacher minus student."""
+    return -gap if estimator == "k1" else gap.exp() - gap - 1
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,39 @@ class TrapMemory:
         if not minima or len(minima) < self.min_samples or step < self.warmup_steps:
             return float("-inf")
         return trap_threshold(minima, self.eta)
+
+
+@dataclass(frozen=True)
+class OnlineStop:
+    """Ends responses while they are written, where the trap would cut them afterwards.
+
+    A stopped response keeps its tokens up to the one that fired the trigger: the gate then finds the same cut in it,
+    and its smallest window mean enters the memory.
+
+    Attributes:
+      trap: when a response ends.
+      memory: how the threshold comes about.
+      estimator: what stands for the token's divergence.
+      divergence: the measured reverse KL; None where it is estimated.
+      chunk: tokens between two looks; 0 is every token where the student generates in this process, and `ENGINE_CHUNK`
+        where an engine does.
+      required: whether a run that cannot stop online is refused, rather than masked afterwards.
+    """
+
+    trap: Trap
+    memory: TrapMemory
+    estimator: Estimator
+    divergence: Divergence | None
+    chunk: int = 0
+    required: bool = False
+
+    def threshold(self, state: State, step: int) -> float:
+        """The threshold s that the gate will have for the batch of this step; -inf while nothing is cut."""
+        return self.memory.threshold(state["kl_minima"], step)
+
+
+ENGINE_CHUNK = 128
+"""Tokens that an engine generates between two looks at them."""
 
 
 def trap_keep(

@@ -62,6 +62,14 @@ def test_signatures_of_the_seams():
     parameters = {
         "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
         "_generate_and_score_completions": ["self", "inputs"],
+        "_generate_single_turn": [
+            "self",
+            "prompt_ids",
+            "images",
+            "multimodal_fields",
+            "num_generations",
+            "has_tool_images",
+        ],
         "_compute_loss": ["self", "model", "inputs"],
         "_save_checkpoint": ["self", "model", "trial"],
         "_load_optimizer_and_scheduler": ["self", "checkpoint"],
