@@ -43,6 +43,7 @@ def children(started):
     runs, folder, _ = started
     client = open_client(default_uri(runs))
     experiment = client.get_experiment_by_name("quickstart")
+    assert experiment is not None
     found = client.search_runs([experiment.experiment_id])
     parent = (folder / "mlflow_run").read_text()
     assert {run.info.run_id for run in found if "mlflow.parentRunId" not in run.data.tags} == {parent}
