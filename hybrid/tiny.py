@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Int
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -87,6 +87,7 @@ class Recipe:
       decay_steps: steps over which both fall towards a tenth.
       max_steps: optimizer steps after which a target that was not reached is an error.
       context_share: share of rows whose prompt carries a right hint, a wrong hint or a hidden number.
+      slip: chance of a wrong step in what is taught; see `Problem.totals`. It bounds the accuracy that can be reached.
       seed: of the weights and of the rows.
     """
 
@@ -121,7 +122,7 @@ RECIPES: Mapping[tuple[str, str], Recipe] = MappingProxyType(
 )
 
 
-def recipe_for(task: str, role: Role) -> Recipe:
+def recipe_for(task: str, role: str) -> Recipe:
     """Looks up how the tiny model of a task and role is made.
 
     Raises:
@@ -133,9 +134,7 @@ def recipe_for(task: str, role: Role) -> Recipe:
     return RECIPES[task, role]
 
 
-def ensure_tiny(
-    task: str, role: Role, *, progress: Progress | None = None, cache_dir: Path | str | None = None
-) -> Path:
+def ensure_tiny(task: str, role: str, *, progress: Progress | None = None, cache_dir: Path | str | None = None) -> Path:
     """Returns the folder of a tiny model with its tokenizer, and makes it first where the cache has none.
 
     Two processes that ask at once build it once; a build that is cut off leaves nothing that looks finished.
@@ -167,22 +166,26 @@ def ensure_tiny(
 
 
 def content_key(recipe: Recipe) -> str:
-    """A short hash of everything that shapes the model: the recipe, the architecture, the texts it is taught."""
-    rng = random.Random(recipe.seed)
+    """A short hash of what shapes the folder: recipe, architecture, tokenizer, the texts that are taught."""
+    rng, tokenizer = random.Random(recipe.seed), tiny_tokenizer()
     sample = [training_text(recipe, "train", rng) for _ in range(64)]
-    content = [asdict(recipe), _architecture(recipe).to_diff_dict(), CHAT_TEMPLATE, sample]
+    words = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, CHAT_TEMPLATE]
+    content = [asdict(recipe), _architecture(recipe).to_diff_dict(), words, sample]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per byte, so that any text can be written and read back; padding on the left.
+    """A tokenizer of one token per byte, so that any text can be written, and read back in Unicode's NFC.
 
+    Padding stands on the left. `AutoTokenizer` reads it as a Qwen2 tokenizer, which brings NFC and would add a token
+    of its own, beyond the model's vocabulary, for what is unknown; so the end token, never needed for that, is named.
     A chat is rendered as its contents in a row; a system message is a hint and is closed by `|`.
     """
     specials = ["<|pad|>", "<|bos|>", "<|eos|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(specials + alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
@@ -190,6 +193,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=specials[0],
         bos_token=specials[1],
         eos_token=specials[2],
+        unk_token=specials[2],
         padding_side="left",
         model_max_length=256,
         clean_up_tokenization_spaces=False,

@@ -33,6 +33,10 @@ HINT_TEMPLATE = "{answer}|{prompt}"
 """How a privileged answer, right or wrong, is put before a prompt."""
 
 
+MOST_KNOWN = 30_000
+"""Draws in a row without a new problem after which a split counts as used up; with four numbers it has 4603 at most."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TinyTask:
     """One family of problems.
@@ -134,7 +138,7 @@ def split_of(prompt: str) -> Split:
     return "eval" if bucket < 2 else "validation" if bucket < 3 else "train"
 
 
-def draw_problem(task: TinyTask, split: Split, rng: random.Random) -> Problem:
+def draw_problem(task: TinyTask, split: str, rng: random.Random) -> Problem:
     """Draws one problem of a split; the same generator state gives the same problem."""
     while True:
         problem = Problem(tuple(rng.randint(1, 9) for _ in range(task.num_terms)))
@@ -149,7 +153,7 @@ def degraded_prompt(problem: Problem, hidden: int) -> str:
     return "+".join(shown) + "="
 
 
-def tiny_dataset(task: str, split: Split, size: int, seed: int) -> Dataset:
+def tiny_dataset(task: str, split: str, size: int, seed: int) -> Dataset:
     """Makes a data set of distinct problems.
 
     Args:
@@ -173,12 +177,12 @@ def tiny_dataset(task: str, split: Split, size: int, seed: int) -> Dataset:
         raise DataError(f"tiny task {task!r}: size must be at least 1; got {size}")
     rng = random.Random(f"{task}/{split}/{seed}")
     problems: dict[str, Problem] = {}
-    for _ in range(50 * size + 10_000):
+    known = 0  # draws since the last new problem
+    while len(problems) < size and known < MOST_KNOWN:
         problem = draw_problem(family, split, rng)
+        known = known + 1 if problem.prompt in problems else 0
         problems.setdefault(problem.prompt, problem)
-        if len(problems) == size:
-            break
-    else:
+    if len(problems) < size:
         raise DataError(
             f"tiny task {task!r}, split {split!r}: {size} distinct problems were asked for and only {len(problems)} "
             "were found; ask for fewer"
