@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Self
@@ -82,3 +83,16 @@ class WireTap:
     def __exit__(self, *exc_info: object) -> None:
         """Closes."""
         self.close()
+
+
+def main() -> None:
+    """Relays to a port of this machine; for each line of input, prints the counts since the last."""
+    with WireTap("127.0.0.1", int(sys.argv[1])) as tap:
+        print(tap.url, flush=True)
+        for _ in sys.stdin:
+            print(tap.sent, tap.received, flush=True)
+            tap.reset()
+
+
+if __name__ == "__main__":
+    main()

@@ -101,8 +101,7 @@ def unique_asks(rows: Sequence[Row], want: Want) -> tuple[list[Ask], list[int | 
 def assembled(rows: Sequence[Row], owner_B: Sequence[int | None], run: Run, want: Want) -> TeacherScores:
     """The answer for all rows from those of the different sequences; a row without one is named in `failures`."""
     shape = (len(rows), max((len(row.completion_ids) for row in rows), default=0))
-    logprob_BT = np.zeros(shape, dtype=np.float32)
-    valid_BT = np.zeros(shape, dtype=bool)
+    logprob_BT = np.full(shape, np.nan, dtype=np.float32)
     num_support = want.top_k if want.candidates_BTK is None else want.candidates_BTK.shape[2]
     ids_BTK = np.full((*shape, num_support), -1, dtype=np.int64)
     top_BTK = np.full(ids_BTK.shape, -np.inf, dtype=np.float32)
@@ -115,15 +114,17 @@ def assembled(rows: Sequence[Row], owner_B: Sequence[int | None], run: Run, want
             failures[i] = run.failures[owner]
             continue
         length = len(scores.logprob_T)
-        valid_BT[i, :length] = ~np.isnan(scores.logprob_T)
-        logprob_BT[i, :length] = np.where(valid_BT[i, :length], scores.logprob_T, 0.0)
-        # a float32 of exactly 0 is a probability of 1; all along a row of some length it is rather a server's default
-        run.count("suspicious_rows", bool(length > 1 and not scores.logprob_T.any()))
+        logprob_BT[i, :length] = scores.logprob_T
         for kind, count in scores.flaws.items():
             run.count(f"{kind}_tokens", count)
         if scores.top_ids_TK is not None and scores.top_logprob_TK is not None:
             ids_BTK[i, :length] = scores.top_ids_TK
             top_BTK[i, :length] = scores.top_logprob_TK
+    valid_BT = ~np.isnan(logprob_BT)
+    logprob_BT[~valid_BT] = 0.0
+    # a float32 of exactly 0 is a probability of 1; all along a row of some length it is rather a server's default
+    is_zero_B = (logprob_BT == 0).all(axis=1) & (valid_BT.sum(axis=1) > 1)
+    run.count("suspicious_rows", int(is_zero_B.sum()))
     run.count("rows", len(rows))
     run.count("failed_rows", len(failures))
     has_support = want.top_k > 0 or want.candidates_BTK is not None

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -33,6 +34,11 @@ POSITIVE = 1e-3  # a log-prob above it is none, e.g. a raw logit; rounding stays
 _TOKEN_KEY = "token_id:"  # vLLM's prefix of a key under return_tokens_as_token_ids
 _VALUES = re.compile(rb'"token_logprobs":\s*(\[[^\]]*\])')
 _PROMPT = re.compile(rb'"prompt_token_ids":\s*(\[[^\]]*\])')
+_TOP = re.compile(rb'"top_logprobs":\s*\[null,\{')
+_ERROR = re.compile(rb'\s*\{\s*"error"')
+_NO_KEYS = bytes.maketrans(
+    b":", b","
+)  # with all letters of "token_id" but e deleted: {"token_id:5":-1e-05} -> e,5,-1e-05
 _INDEX = re.compile(rb'"choices":\s*\[\{"index":\s*(\d+)')
 
 
@@ -54,7 +60,7 @@ class Ask:
     completion_ids: tuple[int, ...]
     candidate_ids_TK: Int64[np.ndarray, "T K"] | None = None
 
-    @property
+    @cached_property
     def ids(self) -> tuple[int, ...]:
         """The whole sequence."""
         return self.prompt_ids + self.completion_ids
@@ -122,16 +128,17 @@ def parsed(raw: bytes) -> Any:
 
 
 def events(stream: bytes) -> Iterator[bytes]:
-    """The data of the complete server-sent events in `stream`; one that was cut off is left out."""
-    for block in stream.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
-        data = block.removeprefix(b"data:").strip()
-        if data and data != b"[DONE]":
-            yield data
+    """The data of the server-sent events in `stream`, one line each; a line that was cut off is left out."""
+    start = 0
+    while (end := stream.find(b"\n", start)) >= 0:  # one character is found ten times as fast as two
+        if stream.startswith((b"data: {", b"data:{"), start):
+            yield stream[start + 5 : end]
+        start = end + 1
 
 
 def event_error(event: bytes) -> tuple[int, str] | None:
     """Status and message of an event that reports an error in a stream that began well; None for any other."""
-    if not event.lstrip(b"{ \n").startswith(b'"error"'):
+    if _ERROR.match(event) is None:
         return None
     error = parsed(event)["error"]
     return int(error.get("code") or 500), str(error.get("message", error))
@@ -163,15 +170,42 @@ def read_echo(event: bytes, ask: Ask, top_k: int) -> RowScores:
     Raises:
       BadReply: it scores other ids, another number of them, or fewer than `top_k`.
     """
-    values, prompt = _VALUES.search(event), _PROMPT.search(event)
+    values, prompt = _VALUES.search(event), _PROMPT.search(event, max(0, event.rfind(b'"prompt_token_ids"')))
     if not values or not prompt:
         raise BadReply(f"the event has no token_logprobs with prompt_token_ids: {event[:120]!r}")
-    _check_ids(parsed(prompt[1]), ask)
+    if prompt[1] != orjson.dumps(ask.ids):
+        _check_ids(parsed(prompt[1]), ask)
     entries = parsed(values[1])
     _check_count(len(entries), ask)
     logprob_T, flaws = _usable(entries[len(ask.prompt_ids) :])
     if not top_k:
         return RowScores(logprob_T=logprob_T, flaws=flaws)
+    support = _flat_entries(event, ask) or _nested_entries(event, ask)
+    return _with_support(logprob_T, flaws, *support, top_k)
+
+
+def _flat_entries(event: bytes, ask: Ask) -> tuple[Any, Any, list[int]] | None:
+    """Ids, values and their number per completion position, read as one list of numbers; None where it is not one.
+
+    That takes half the time of reading an object per position.
+    """
+    top = _TOP.search(event)
+    inside = event[top.end() : event.find(b"]", top.end()) - 1] if top else b""
+    positions = inside.split(b"},{")[len(ask.prompt_ids) - 1 :]
+    if len(positions) != len(ask.completion_ids):
+        return None
+    counts = [position.count(b'"token_id:') for position in positions]
+    numbers = b",".join(positions).translate(_NO_KEYS, b'"{}tokn_id').replace(b"e,", b"")
+    try:
+        flat = orjson.loads(b"[%b]" % numbers)
+        pairs = np.fromiter(flat, np.float64, 2 * sum(counts))
+    except (orjson.JSONDecodeError, TypeError, ValueError):
+        return None  # a null, a nan or a text among them
+    return (pairs[::2].astype(np.int64), pairs[1::2], counts) if len(flat) == len(pairs) else None
+
+
+def _nested_entries(event: bytes, ask: Ask) -> tuple[Any, Any, list[int]]:
+    """As `_flat_entries`, for a reply with anything in it that is no number."""
     positions = parsed(event)["choices"][0]["logprobs"]["top_logprobs"]
     _check_count(len(positions), ask)
     positions = positions[len(ask.prompt_ids) :]
@@ -179,7 +213,7 @@ def read_echo(event: bytes, ask: Ask, top_k: int) -> RowScores:
         raise BadReply("a completion position has no top log-probs")
     ids_N = _ids([*chain.from_iterable(positions)], _TOKEN_KEY)
     values_N = np.array([*chain.from_iterable(map(dict.values, positions))], dtype=np.float64)
-    return _with_support(logprob_T, flaws, ids_N, values_N, [*map(len, positions)], top_k)
+    return ids_N, values_N, [*map(len, positions)]
 
 
 def read_plain(choice: Mapping[str, Any], ask: Ask, top_k: int) -> RowScores:
@@ -263,6 +297,8 @@ def _usable(values: Any) -> tuple[Float64[np.ndarray, " T"], dict[str, int]]:
         logprob_T = np.array(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise BadReply("a log-prob of the reply is no number") from None
+    if logprob_T.min(initial=0.0) > FLOOR and logprob_T.max(initial=0.0) <= POSITIVE:  # false where there is a nan
+        return logprob_T, {}
     is_nan_T = np.isnan(logprob_T)
     num_null = values.count(None) if isinstance(values, list) else 0
     counts = {
@@ -303,14 +339,21 @@ def _with_support(
     if min(counts) < top_k:
         raise BadReply(f"the server returned {min(counts)} ids at a position where {top_k} were asked for")
     count_T = np.array(counts)
-    place_N = np.repeat(np.arange(len(count_T)), count_T)
-    column_N = np.arange(len(ids_N)) - np.repeat(np.cumsum(count_T) - count_T, count_T)
-    value_TM = np.full((len(count_T), int(count_T.max())), -np.inf)
-    id_TM = np.full(value_TM.shape, -1, dtype=np.int64)
-    value_TM[place_N, column_N] = np.where(values_N <= FLOOR, -np.inf, values_N)
-    id_TM[place_N, column_N] = ids_N
-    order_TK = np.argsort(-value_TM, axis=1, kind="stable")[:, :top_k]
-    id_TK, value_TK = np.take_along_axis(id_TM, order_TK, axis=1), np.take_along_axis(value_TM, order_TK, axis=1)
+    is_entry_TM = np.arange(max(counts)) < count_T[:, None]
+    value_TM = np.full(is_entry_TM.shape, -np.inf)
+    id_TM = np.full(is_entry_TM.shape, -1)
+    value_TM[is_entry_TM], id_TM[is_entry_TM] = np.where(values_N <= FLOOR, -np.inf, values_N), ids_N
+    # vLLM lists the sampled id first and then the best in their order, so most positions need no sorting
+    first_T = count_T > top_k
+    value_TK, id_TK = (
+        np.where(first_T[:, None], one_TM[:, -top_k:], one_TM[:, :top_k]) for one_TM in (value_TM, id_TM)
+    )
+    is_sorted_T = (value_TK[:, 1:] <= value_TK[:, :-1]).all(axis=1) & (~first_T | (value_TM[:, 0] <= value_TK[:, -1]))
+    unsorted = np.flatnonzero(~is_sorted_T | (count_T > top_k + 1))
+    if len(unsorted):
+        order = np.argsort(-value_TM[unsorted], axis=1, kind="stable")[:, :top_k]
+        value_TK[unsorted] = np.take_along_axis(value_TM[unsorted], order, axis=1)
+        id_TK[unsorted] = np.take_along_axis(id_TM[unsorted], order, axis=1)
     return _without_broken(logprob_T, flaws, id_TK, value_TK, value_TM)
 
 
