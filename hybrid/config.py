@@ -183,6 +183,14 @@ class EngineConfig(Settings):
         ge=1,
         description="Padded tokens of a micro-batch; rows are then sorted by length. Null for no such limit.",
     )
+    stall_after_s: PositiveFloat = Field(
+        default=1800.0, description="Seconds without any progress after which the run is ended, with the reason."
+    )
+    bad_gradients: int = Field(
+        default=10,
+        ge=1,
+        description="Updates with NaN or infinite gradients are left out; so many in a row stop the run.",
+    )
     rollouts: RolloutsConfig = Field(default_factory=RolloutsConfig, description="What generates the responses.")
 
     @model_validator(mode="after")

@@ -55,6 +55,7 @@ from hybrid.objective.objective import Assignment, Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.pictures import PICTURE_COLUMNS, pictures_of
+from hybrid.skips import Skips
 from hybrid.student import measure_student
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
@@ -68,8 +69,10 @@ class HybridConfig(GRPOConfig):
     """`GRPOConfig` with defaults that fit: no reporter, no bf16 on a machine without a GPU, one generation allowed.
 
     Attributes:
-      watch: called after credit is assigned, on the main process, with the whole batch; launch.py records through it.
+      bad_gradients: updates with NaN or infinite gradients are left out; so many in a row stop the run.
     """
+
+    bad_gradients: int = 10
 
     def __post_init__(self) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -204,6 +207,7 @@ class HybridTrainer(GRPOTrainer):
         self.scorers = self._make_scorers()
         self._bound = False
         self._staging = ""
+        self._skips = Skips(args.bad_gradients)
         check_scorers(self.method, self.plan, self.scorers)
         facts = RunFacts(
             args=args,
@@ -236,6 +240,8 @@ class HybridTrainer(GRPOTrainer):
             return
         self._bound = True
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and hasattr(self.model_wrapped.optimizer, "check_grad_overflow"):
+            self.model_wrapped.optimizer.check_grad_overflow = True  # in float32 DeepSpeed would not look
         if plugin is None or plugin.zero_stage != 3:
             return
         self.scorers = self._make_scorers(forward_module=self.model_wrapped)
@@ -507,6 +513,19 @@ class HybridTrainer(GRPOTrainer):
         images |= {key: inputs[key] for key in ("num_images", "num_tiles") if inputs.get(key) is not None}
         return super()._get_per_token_logps_and_entropies(model, ids, attention, width, **images)[0]
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        sharded = self.is_deepspeed_enabled  # DeepSpeed has made its update by now, or left it out
+        bad = self._skips.judge(
+            self.state.global_step + 1, float(norm), skipped=sharded and bool(self.optimizer.step_was_skipped)
+        )
+        if not sharded:
+            self.optimizer._is_overflow = bad  # the learning rate then stands still too, as it does with DeepSpeed
+        if bad and not sharded:
+            model.zero_grad(set_to_none=True)  # an optimizer leaves weights without a gradient as they are
+        self._metrics["train"]["gradient/skipped"].append(float(self._skips.total))
+        return norm
+
     # --- what is noted ----------------------------------------------------------------------------------------------
 
     def _note(self, assignment: Assignment, whole: RolloutBatch, scored: Mapping[str, Any]) -> None:
@@ -564,6 +583,7 @@ class HybridTrainer(GRPOTrainer):
         return {
             "method_state": self.method_state,
             "micro_step": self._step,
+            "skips": self._skips.total,
             "buffered": None if used_up else self._buffered_inputs,
             "generation": None if used_up else without_heads(self._generation),
             "teachers": {name: teacher.state_dict() for name, teacher in self._own_teachers().items()},
@@ -591,6 +611,7 @@ class HybridTrainer(GRPOTrainer):
         state = torch.load(path, map_location=self.accelerator.device, weights_only=False)
         self.method_state = state["method_state"]
         self._step = state["micro_step"]
+        self._skips.total = state["skips"]
         self._buffered_inputs = state["buffered"]
         self._generation = state["generation"]
         self._restore_heads()

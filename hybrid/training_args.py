@@ -52,6 +52,7 @@ def training_args(
         "use_cpu": not on_gpu,
         "bf16": bf16,
         "reward_weights": list(reward_weights) or None,
+        "bad_gradients": config.engine.bad_gradients,
     }
     if config.engine.kind == "deepspeed":
         settings["deepspeed"] = deepspeed_settings(

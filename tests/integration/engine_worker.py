@@ -45,6 +45,7 @@ CASES = {
     "opd top-k": {"name": "opd", "top_k": 4},
     "opdvr reused": {"name": "opdvr"},
     "va_opd accumulated": {"name": "va_opd"},
+    "opd skipped": {"name": "opd"},
 }
 RUNS = {
     "opdvr reused": {"num_iterations": 2},
@@ -82,6 +83,12 @@ def recorded(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+def spoil_first(student: Any, trainer: Any) -> None:
+    """Makes the gradient of the first update NaN."""
+    weight = student.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 0 else grad)
+
+
 def settings_of(engine: str) -> dict[str, Any]:
     if not engine.startswith("zero"):
         return {}
@@ -110,8 +117,9 @@ def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
         **settings_of(engine),
         **own,
     )
+    student = model(0)
     trainer = HybridTrainer(
-        model(0),
+        student,
         method=method_of(CASES[case]),
         teacher=LocalTeacher(model(1), tokenizer()),
         reward_funcs=[ExactConfig(pattern="([a-z])").build()],
@@ -121,6 +129,8 @@ def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
         rollout_func=recorded,
     )
     trainer.remove_callback(PrinterCallback)
+    if "skipped" in case:
+        spoil_first(student, trainer)
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
