@@ -157,6 +157,8 @@ class HybridTrainer(GRPOTrainer):
     # The parent's attributes, whose types transformers leaves open.
     args: HybridConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     model: Any
+    model_wrapped: Any
+    optimizer: Any
     accelerator: Any
     _tokenizer: Any
 
@@ -514,7 +516,7 @@ class HybridTrainer(GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(model, ids, attention, width, **images)[0]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         sharded = self.is_deepspeed_enabled  # DeepSpeed has made its update by now, or left it out
         bad = self._skips.judge(
             self.state.global_step + 1, float(norm), skipped=sharded and bool(self.optimizer.step_was_skipped)
