@@ -28,6 +28,7 @@ from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main
 from hybrid.tracking import Tracker
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
+from hybrid.training_args import needs_vllm
 
 
 def train_experiment(
@@ -54,6 +55,7 @@ def train_experiment(
       HybridError, TeacherError: what the experiment needs is missing or wrong; the message says what to do.
     """
     quiet()
+    needs_vllm(config)
     if needs_launch(config.engine):
         return start_processes(config, source, resume, overrides, nodes)
     join(config.engine)
