@@ -1,6 +1,9 @@
 """Rows are cut by a budget of padded tokens; what is trained and logged stays that of the whole batch."""
 
 import logging
+import re
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid.errors import ConfigError
-from hybrid.micro_batches import MOST_PADDING, cut_rows, lengths_of, padded_tokens, padding_share
+from hybrid.micro_batches import (
+    MOST_PADDING,
+    check_settings,
+    cut_rows,
+    lengths_of,
+    padded_tokens,
+    padding_share,
+    refuse_tiles,
+)
+from hybrid.plan import plan_lines
+from hybrid.read_config import read_experiment
+from hybrid.teaching import Making, local
 from hybrid.tiny_vision import vision_processor
 from hybrid.trainer import HybridConfig, HybridTrainer
+from hybrid.training_args import training_args
 from teachers.local import LocalTeacher
+from tests.experiments import QUICKSTART
 from tests.tiny_models import coin, model, prompts, tokenizer
 from tests.tiny_vision_models import pictured_prompts, vision_model
+from tests.trainer.test_rollout_engines import Drifting, first_step
 
 TOLERANCE = 1e-6
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo", "cispo"]
@@ -44,8 +61,8 @@ def test_padding_of_a_long_tail_stays_under_the_limit(seed):
     cuts = cut_rows(lengths, budget)
     assert padding_share(lengths, cuts) <= 0.15 < 0.7 < padding_share(lengths, [list(range(256))])
     assert max(padded_tokens(lengths[rows]) for rows in cuts) <= budget
-    # not bought with tiny micro-batches: at least a quarter of the budget each, on average
-    assert lengths.sum() / len(cuts) >= budget / 4
+    # not bought with tiny micro-batches: thousands of tokens each, on average
+    assert lengths.sum() / len(cuts) >= 4000
 
 
 @given(
@@ -201,6 +218,55 @@ def test_one_row_that_is_longer_goes_alone_and_is_told_once(tmp_path, caplog):
 def test_what_does_not_add_up_is_refused(tmp_path, setting):
     with pytest.raises(ConfigError, match=f"{next(iter(setting))} is taken over the rows of one forward"):
         train(tmp_path, "grpo", budget=100, **setting)
+
+
+def test_pictures_that_cannot_be_cut_are_refused():
+    with pytest.raises(ConfigError, match="cannot cut pictures that are stored with num_tiles"):
+        refuse_tiles({"num_tiles": [1, 2], "pixel_values": torch.zeros(3, 1)})
+    args = HybridConfig("out", max_tokens_per_micro_batch=9, use_cpu=True, bf16=False)
+    spread = SimpleNamespace(
+        args=args,
+        aux_loss_enabled=False,
+        is_deepspeed_enabled=True,
+        is_fsdp_enabled=False,
+        accelerator=SimpleNamespace(num_processes=2),
+        processing_class=vision_processor(),
+    )
+    with pytest.raises(ConfigError, match="for a student that reads pictures leave it out, or use DDP"):
+        check_settings(spread)
+    spread.accelerator.num_processes = 1
+    check_settings(spread)
+
+
+def test_an_experiment_is_cut_as_its_plan_says(tmp_path, tiny_cache):
+    """What the plan prints, what TRL is told, and what a local teacher is told are one number."""
+    wanted = ["train.generations=4", "train.prompts_per_step=8", "train.max_completion_length=64"]
+    whole, cut = (
+        read_experiment(QUICKSTART, [*wanted, f"engine.max_tokens_per_micro_batch={n}"]) for n in ("null", 600)
+    )
+    lines, plain = plan_lines(cut), plan_lines(whole)
+    assert "1 micro-batches x 32 responses, sorted by length and cut at 600 padded tokens" in lines[1]
+    assert "cut" not in plain[1]
+    activations = [float(re.search(r"activations ([0-9.e-]+)", line[2]).group(1)) for line in (plain, lines)]
+    assert activations[1] == pytest.approx(activations[0] * 600 / (32 * 64), rel=0.05)
+    args = training_args(cut, cut.method, tmp_path, reward_weights=())
+    assert args.max_tokens_per_micro_batch == 600
+    with ExitStack() as stack:
+        making = Making.of(cut, stack, folder=tmp_path, student=str(tmp_path))
+        assert local(cut.teacher, "teacher", making).settings.token_budget == 600
+        own = cut.teacher.model_copy(update={"token_budget": 50})
+        assert local(own, "teacher", making).settings.token_budget == 50
+
+
+def test_the_drift_of_another_engine_is_cut_with_its_rows(tmp_path):
+    method = {"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]}
+    settings = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 10.0}
+    whole, cut = (
+        first_step(tmp_path / str(n), Drifting, method, max_tokens_per_micro_batch=n, **settings) for n in (None, 40)
+    )
+    assert cut["micro_batches/number"] > 1
+    for name in ("loss", "grad_norm", "loss/policy", "sampling/importance_sampling_ratio/mean", "entropy"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
 def test_a_budget_below_one_is_refused(tmp_path):

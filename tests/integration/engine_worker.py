@@ -63,7 +63,7 @@ def rows() -> Dataset:
         {
             "prompt": [f"{letter * (1 + place % 3)}=" for place, letter in enumerate(letters)],
             "answer": list(letters),
-            "demonstration": [f"{letter}{letter}" if place % 3 else None for place, letter in enumerate(letters)],
+            "demonstration": [letter * (place % 5) if place % 3 else None for place, letter in enumerate(letters)],
             "teacher_accuracy": [place / 26 for place in range(26)],
             "degraded": ["=" for _ in letters],
         }

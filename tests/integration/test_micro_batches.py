@@ -1,4 +1,4 @@
-"""Every method with its rows cut by a budget of tokens: the numbers of a run that cuts nothing, also on two processes."""
+"""Every method with its rows cut by a budget of tokens: the numbers of a run that cuts nothing, also on two ranks."""
 
 import pytest
 
@@ -23,4 +23,6 @@ def test_every_method_trains_alike_when_its_rows_are_cut(tmp_path, uncut, engine
         assert not differences(case, want, got[case])
         if "skipped" not in case:
             assert not differences(case, want[:1], got[case][:1], tolerance=FIRST)
-        assert got[case][0]["micro_batches/number"] > 1 or engine != "single-cut"
+        assert got[case][0]["micro_batches/number"] > 1 or "accumulated" in case, (
+            "a run that cuts nothing proves nothing"
+        )
