@@ -182,7 +182,7 @@ class EngineConfig(Settings):
         default=None,
         ge=1,
         description="Padded tokens, prompt and completion, of a forward and backward of the student, and of a forward "
-        "of a local teacher: the responses of a micro-batch (see `train.micro_batch`) are sorted by length and cut. One "
+        "of a local teacher: responses of a micro-batch (see `train.micro_batch`) are sorted by length and cut. One "
         "that is longer goes alone. Null for no such limit.",
     )
     stall_after_s: PositiveFloat = Field(
