@@ -40,7 +40,7 @@ TRL_CHUNK = 32_768
 """Columns of the vocabulary that TRL's head takes at once."""
 
 SUPPORT = 64
-DENSE_COPIES = 8
+DENSE_COPIES = 5.5
 """Tensors [N, V] that the dense arithmetic may hold at once, for the check that they fit."""
 
 
