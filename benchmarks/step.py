@@ -11,9 +11,9 @@ steps with a 95 % interval (bootstrap over rounds), in CPU seconds of the proces
 tells more about its other users. That the work is equal is shown by the losses.
 
 **Credit.** `Objective.assign` of every method on batches up to 512 x 4,096 tokens: seconds, the exponent of their
-growth from the last size but one to the last, four times the tokens, and the share of a training step of as many tokens. That
-step is the median step of our GRPO above, per token, times the tokens: a student of a few million weights, without
-generation, and linear in the tokens. Of a larger student, or with generation, the share is smaller still.
+growth from the last size but one to the last, four times the tokens, and the share of a training step of as many
+tokens. That step is the median step of our GRPO above, per token, times the tokens: a student of a few million weights,
+without generation, and linear in the tokens. Of a larger student, or with generation, the share is smaller still.
 """
 
 import argparse
