@@ -37,8 +37,8 @@ class SweepConfig(Settings):
     )
     per_method: Mapping[str, Mapping[str, Any]] = Field(
         default_factory=dict,
-        description="Settings (dotted keys) of single methods by label, e.g. `{grpo: {student.lr: 3e-4}}`. They win over "
-        "`tasks` and `settings`, and `vary` wins over them.",
+        description="Settings (dotted keys) of single methods by label: `{grpo: {student.lr: 3e-4}}`. They win over "
+        "`tasks` and `settings`, and `vary` over them.",
     )
     baseline: str | None = Field(default=None, description="The method that the others are compared with.")
     only: Mapping[str, tuple[str, ...]] = Field(
@@ -86,7 +86,6 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
     tasks = sweep.tasks or {"": {}}
     variations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
     labels = labels_of(methods)
-    refuse_unknown_labels(sweep, labels, document)
     plain, of_base = without_own(plain)
     cells = []
     for seed, (task, settings), (label, method), varied in product(
@@ -98,6 +97,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
         changes = (*map(flat, own), {"seed": seed, "name": sweep.name})
         config = cell_config(plain, method, changes, f"{path}: cell {task} {label} seed {seed}")
         cells.append(Cell(task=task, label=variation_label(label, varied), seed=seed, config=config))
+    refuse_unknown_labels(sweep, labels, document)
     if not cells:
         raise ConfigError(f"{path}: the sweep has no cell; give it seeds, methods and tasks")
     return sweep, cells
