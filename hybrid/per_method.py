@@ -1,7 +1,7 @@
 """Settings of single methods: each at its own learning rate, from the same start and on the same prompts.
 
-An experiment has them under `student.per_method`. A sweep makes every cell anew, and has them under `per_method` for any
-setting. Both name a method by its label.
+An experiment has them under `student.per_method`; a sweep, which makes every cell anew, has any setting under its own
+`per_method`. Both name a method by its label.
 """
 
 import difflib
