@@ -14,7 +14,7 @@ from hybrid.errors import ConfigError
 from hybrid.per_method import flat, label_problem, set_dotted, sweep_overridden
 from hybrid.read_config import Problem, validated
 from hybrid.teacher_config import Settings
-from hybrid.yaml_file import Document, load_document, override
+from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
 
 
 class SweepConfig(Settings):
@@ -152,11 +152,12 @@ def refuse_unknown_labels(sweep: SweepConfig, labels: Sequence[str], document: D
     Raises:
       ConfigError: `per_method`, `only` or `baseline` names a method that the sweep has not.
     """
-    named = [("per_method", label) for label in sweep.per_method] + [("only", label) for label in sweep.only]
-    wrong = [(path, label_problem(path[1], labels)) for path in named]
+    named: list[tuple[KeyPath, str]] = [(("per_method", label), label) for label in sweep.per_method]
+    named += [(("only", label), label) for label in sweep.only]
     if sweep.baseline is not None and not sweep.vary:
-        wrong.append((("baseline",), label_problem(sweep.baseline, labels)))
-    found = [str(Problem(document.place(path), ".".join(path), what)) for path, what in wrong if what is not None]
+        named.append((("baseline",), sweep.baseline))
+    wrong = [(path, label_problem(label, labels)) for path, label in named]
+    found = [str(Problem(document.place(path), dotted(path), what)) for path, what in wrong if what is not None]
     if found:
         raise ConfigError("\n".join(found))
 
