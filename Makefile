@@ -21,8 +21,10 @@ study: $(VENV)/.installed $(STUDY_TASKS:%=runs/demonstrations/%.jsonl)
 	$(VENV)/bin/hybrid sweep experiments/study.yaml
 
 # How the learning rates in experiments/study.yaml were chosen: another seed, and problems that the study never sees.
-study-rates: $(VENV)/.installed $(STUDY_TASKS:%=runs/demonstrations/%.jsonl)
+study-rates: $(VENV)/.installed runs/demonstrations/chain_sum.jsonl
 	$(VENV)/bin/hybrid sweep experiments/study.yaml --set name=study_rates --set 'seeds=[100]' --set baseline=null \
+	--set 'tasks={chain_sum: {student.model: "tiny:chain_sum", teacher.model: "tiny:chain_sum", \
+	data.source: runs/demonstrations/chain_sum.jsonl, evaluate.data.source: "tiny:chain_sum"}}' \
 	--set settings.evaluate.data.split=validation --set 'vary={student.lr: [3e-4, 1e-3]}'
 
 # The training prompts of a tiny task with its teacher's accuracy and shortest right answer.
