@@ -3,9 +3,9 @@
     python -m benchmarks.study_table runs/study/comparison.json
     python -m benchmarks.study_table runs/study_rates/comparison.json rates
 
-The first prints a table per task: what every method reached, the area under its learning curve and the paired difference
-from the baseline. The second prints the areas of a sweep over learning rates, and which rate the rule of section 1.4 of
-the log gives to each method.
+The first prints a table per task: what every method reached, the area under its learning curve and the paired
+difference from the baseline. The second prints the areas of a sweep over learning rates, and which rate the rule of
+section 1.4 of the log gives to each method.
 """
 
 import json
