@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid.distributions import coarse_reverse_kl
 from hybrid.errors import ConfigError, DataError, MissingMeasurement
-from hybrid.objective.losses import Divergence, SampledDivergence
+from hybrid.objective.losses import Divergence, SampledDivergence, Support
 from hybrid.objective.objective import Objective
 from hybrid.types import Demonstration, RolloutBatch, View
 from teachers.errors import TeacherCannot
@@ -102,7 +102,7 @@ class Plan:
     Attributes:
       needs: measurements that some step or loss reads, beside the live student.
       divergences: divergences that the loss will need.
-      top_k: size of the student's candidate support; 0 for none.
+      top_k: size of the candidate support that is measured with the student; 0 for none.
     """
 
     needs: frozenset[str]
@@ -119,12 +119,38 @@ class Plan:
         on_student = [d.top_k for d in objective.divergences if d.support == "student"]
         if any(need.endswith(".top") for need in needs):
             on_student.append(candidates)
-        return Plan(needs, objective.divergences, max(on_student, default=0))
+        plan = Plan(needs, objective.divergences, max(on_student, default=0))
+        return replace(plan, top_k=max(plan.top_k, plan.measured_top_k))
 
     def recording(self) -> "Plan":
         """This plan, and what a record needs beside: the student's log-probs, and the reverse KL that a loss reads."""
         own = {"student_logprobs"} | ({"kl"} if any(d.kind == "reverse_kl" for d in self.divergences) else set())
-        return replace(self, needs=self.needs | own)
+        plan = replace(self, needs=self.needs | own)
+        return replace(plan, top_k=max(plan.top_k, plan.measured_top_k))
+
+    @property
+    def measured_top_k(self) -> int:
+        """Size of the support on which the reverse KL is measured before credit is assigned; 0 where it is not."""
+        if "kl" not in self.needs:
+            return 0
+        return max((d.top_k for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"), default=0)
+
+    @property
+    def support(self) -> Support:
+        """Whose most likely tokens the candidates are that are measured with the student.
+
+        Raises:
+          ConfigError: terms whose reverse KL is measured want different ones.
+        """
+        if not self.measured_top_k:
+            return "student"
+        chosen = sorted({d.support for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"})
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"the reverse KL is measured on one support before credit is assigned, and the terms of this objective "
+                f"want {' and '.join(chosen)}; give them the same support"
+            )
+        return chosen[0]
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -147,6 +173,8 @@ class Plan:
     @property
     def teacher_top_k(self) -> int:
         """Size of the teacher's own top-k support; 0 for none."""
+        if self.support != "student":
+            return 0
         return max((d.top_k for d in self.divergences if d.support == "teacher"), default=0)
 
     @property
