@@ -195,12 +195,12 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
     return block_context(writer, block)
 
 
-def all_wrong_only(inner: Context, writer: Writer) -> Context:
-    """The same prompts, but only for groups of which no response is right: the others need no score (RSTG)."""
+def all_wrong_only(inner: Context, fail_thr: float) -> Context:
+    """The same prompts, but only for groups without a reward above `fail_thr`: the others need no score (RSTG)."""
 
     def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
         groups = groups_of(own, everyone)
-        failed = {group for group, rows in groups.items() if not any(writer.correct(row) for row in rows)}
+        failed = {group for group, rows in groups.items() if not any(row.reward > fail_thr for row in rows)}
         prompts = inner(own, everyone)
         return [prompt if r.group in failed else None for r, prompt in zip(own, prompts, strict=True)]
 
@@ -427,7 +427,7 @@ def view_scorer(
     """The scorer of a view that a method specifies; the present one, if any, wins, and may be kept to some rows."""
     if present is not None:
         if spec.options.get("rows") == "all_wrong":
-            return replace(present, context=all_wrong_only(present.context, writer))
+            return replace(present, context=all_wrong_only(present.context, float(spec.options["fail_thr"])))
         return present
     if spec.scorer == "self":
         return Scorer(teacher=own(spec.options), context=context_of(spec, writer))
