@@ -143,6 +143,8 @@ class HybridTrainer(GRPOTrainer):
       watch: called with a `StepWatch` after each credit assignment (main process); the student's log-probs are then
         measured for every method, so that the record is whole.
       writer: how privileged prompts are written; by default with the student's own template.
+      contexts: own words of privileged contexts by name, in place of those of `teachers/contexts.py`; each is a text
+        that ends with {prompt}.
       progress: told how far generation, scoring and updates of a step are.
 
     All other arguments are TRL's.
@@ -175,6 +177,7 @@ class HybridTrainer(GRPOTrainer):
         *,
         watch: Callable[[StepWatch], None] | None = None,
         writer: Writer | None = None,
+        contexts: Mapping[str, str] | None = None,
         progress: Tell | None = None,
         **trl: Any,
     ) -> None:
@@ -204,7 +207,7 @@ class HybridTrainer(GRPOTrainer):
             getattr(self.method, "views", {}),
             teacher,
             student=unwrapped,
-            writer=writer or self._writer(),
+            writer=writer or self._writer(contexts or {}),
             temperature=self.temperature,
             batch_size=args.per_device_train_batch_size,
         )
@@ -226,10 +229,12 @@ class HybridTrainer(GRPOTrainer):
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
 
-    def _writer(self) -> Writer:
+    def _writer(self, contexts: Mapping[str, str]) -> Writer:
         style = PromptStyle(arguments=dict(self.chat_template_kwargs))  # pyright: ignore[reportArgumentType, reportCallIssue]
         judge = judge_of(self.reward_funcs)
-        return Writer(tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge)
+        return Writer(
+            tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge, templates=contexts
+        )
 
     @property
     def _processor(self) -> Any:

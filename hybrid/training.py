@@ -237,6 +237,7 @@ def build_trainer(
         peft_config=peft,
         callbacks=[setting.stop],
         watch=recorder,
+        contexts=dict(config.student.contexts),
         progress=setting.bars.advance_part,
     )
     trainer.remove_callback(transformers.PrinterCallback)
