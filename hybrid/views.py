@@ -329,9 +329,8 @@ def context_of(spec: ViewSpec, writer: Writer) -> Context:
         return from_column(writer, str(options["column"]))
     if spec.context in ("sibling", "reflection"):
         right = spec.context == "sibling"
-        return sibling(
-            writer, options, right=right, template=block_template("sibling_solution" if right else "reflection")
-        )
+        words = block_template("sibling_solution" if right else "reflection")
+        return sibling(writer, options, right=right, template=words)
     if spec.context in ("answer", "hint", "instruction"):
         name = {"answer": "reference_answer"}.get(spec.context, spec.context)
         text, source = block_template(name), str(options.get("column") or writer.answer_column)
