@@ -244,8 +244,9 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
 
 
 def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | Silent) -> Path:
-    """The HTML report of this start's trainings, also an artifact of the parent run."""
+    """The HTML report of this start's trainings and a picture of their curves, also artifacts of the parent run."""
     from hybrid.compare.load import load_runs
+    from hybrid.compare.plots import learning_curves_png
     from hybrid.compare.report import write_report
 
     experiment = config.tracking.experiment or config.name
@@ -253,7 +254,9 @@ def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | S
     labels = list(config.methods)
     baseline = next((label for label in labels if label == "grpo"), labels[-1])
     path = write_report(runs, folder / "report.html", title=config.name, baseline=baseline)
-    parent.artifact_file(path)
+    picture = learning_curves_png(runs, folder / "learning_curves.png", baseline=baseline)
+    for file in (path, picture):
+        parent.artifact_file(file)
     return path
 
 
