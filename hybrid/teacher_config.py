@@ -118,7 +118,7 @@ class LocalTeacherConfig(_Teacher):
     quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="Through bitsandbytes, on a GPU.")
     batch_size: int = Field(default=8, ge=1, description="Rows of one forward.")
     token_budget: int | None = Field(
-        default=None, ge=1, description="Padded tokens of one forward; null for no such limit."
+        default=None, ge=1, description="Padded tokens of one forward; null is `engine.max_tokens_per_micro_batch`."
     )
     temperature: PositiveFloat | None = Field(default=None, description=_TEMPERATURE)
     align: bool = Field(default=False, description=_ALIGN)

@@ -385,6 +385,7 @@ def scorers_for(
     writer: Writer,
     temperature: float,
     batch_size: int,
+    token_budget: int | None = None,
     forward_module: nn.Module | None = None,
 ) -> dict[str, Scorer]:
     """A scorer for each view that the plan reads.
@@ -397,14 +398,15 @@ def scorers_for(
       student: the student's module, without wrappers.
       writer: of privileged prompts.
       temperature: at which log-probs are compared.
-      batch_size: rows of one forward of a self teacher.
+      batch_size: rows of one forward of a self teacher, and
+      token_budget: its padded tokens; None for no such limit.
       forward_module: the student as wrapped, where a self teacher's forward must go through the wrapper.
 
     Raises:
       ConfigError: a live self teacher under the student's own prompt, whose gap is zero everywhere.
     """
     given = dict(teacher) if isinstance(teacher, Mapping) else {}
-    settings = ScoreSettings(temperature=temperature, batch_size=batch_size)
+    settings = ScoreSettings(temperature=temperature, batch_size=batch_size, token_budget=token_budget)
     selves: dict[tuple[Any, ...], Teacher] = {}
 
     def own(options: Mapping[str, Any]) -> Teacher:

@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run ... engine_worker.py OUT ENGINE [NAME ...]
 
-Writes the logged numbers of each case, from the process of rank 0.
+Writes the logged numbers of each case, from the process of rank 0. With `-cut` behind the engine's name, the rows of a
+forward are cut at `BUDGET` tokens.
 """
 
 import gc
@@ -35,6 +36,9 @@ ROWS = 6
 RIGHT = ((0, 0, 1, 0, 1, 1), (0, 1, 0, 1, 0, 0))
 """Rewards of the rows of a step: an all-wrong group, a mixed one that stands on both processes, an all-right one."""
 
+BUDGET = 26
+"""Padded tokens of a micro-batch where rows are cut: two rows of a prompt of 4 and a response of 7 do fit."""
+
 SETTINGS = {
     "kat": {"window": 2, "patience": 1, "min_samples": 4, "warmup_steps": 1, "n_exempt": 1},
     "mix": {"parts": [{"method": {"name": "grpo"}}, {"weight": 0.5, "method": {"name": "opd"}}]},
@@ -59,7 +63,7 @@ def rows() -> Dataset:
         {
             "prompt": [f"{letter * (1 + place % 3)}=" for place, letter in enumerate(letters)],
             "answer": list(letters),
-            "demonstration": [f"{letter}{letter}" if place % 3 else None for place, letter in enumerate(letters)],
+            "demonstration": [letter * (place % 5) if place % 3 else None for place, letter in enumerate(letters)],
             "teacher_accuracy": [place / 26 for place in range(26)],
             "degraded": ["=" for _ in letters],
         }
@@ -90,12 +94,14 @@ def spoil_first(student: Any, trainer: Any) -> None:
 
 
 def settings_of(engine: str) -> dict[str, Any]:
+    engine, _, cut = engine.partition("-")
+    own = {"max_tokens_per_micro_batch": BUDGET} if cut else {}
     if not engine.startswith("zero"):
-        return {}
+        return own
     config = EngineConfig.model_validate({"kind": "deepspeed", "stage": int(engine[-1]), "processes": 2})
     batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     zero = {"zero_optimization": zero_settings(config), "zero_allow_untested_optimizer": True}
-    return {"deepspeed": {**batch, **zero, "gradient_clipping": "auto", "steps_per_print": sys.maxsize}}
+    return own | {"deepspeed": {**batch, **zero, "gradient_clipping": "auto", "steps_per_print": sys.maxsize}}
 
 
 def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
@@ -137,7 +143,7 @@ def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
 
 def main(out: str, engine: str, *names: str) -> None:
     logging.disable(logging.WARNING)
-    kind = "deepspeed" if engine.startswith("zero") else "ddp" if engine == "ddp" else "single"
+    kind = "deepspeed" if engine.startswith("zero") else "ddp" if engine.startswith("ddp") else "single"
     join(EngineConfig.model_validate({"kind": kind, "processes": 1 if kind == "single" else 2}))
     torch.set_num_threads(1)
     gc.freeze()  # every trainer collects garbage when it begins; what was imported is none
