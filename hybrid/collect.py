@@ -54,10 +54,17 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPrompt:
-    """A prompt under which a scorer sees one response; `images` replace the row's own."""
+    """A prompt under which a scorer sees one response.
+
+    Attributes:
+      prompt_ids: in the scorer's own ids.
+      images: in place of the row's own.
+      seen_by: other prompts for single teachers of a router, by name; None is: that teacher has nothing to look at.
+    """
 
     prompt_ids: tuple[int, ...]
     images: tuple[Any, ...] | None = None
+    seen_by: Mapping[str, "ContextPrompt | None"] = field(default_factory=dict)
 
 
 Context = Callable[[Sequence[Rollout], Sequence[Rollout]], Sequence[ContextPrompt | None]]
@@ -162,6 +169,17 @@ SCORED = (Divergence, SampledDivergence)
 """Losses that read a scorer's view."""
 
 
+def row_of(rollout: Rollout, prompt: ContextPrompt) -> Row:
+    """A response under a prompt, in the form that a teacher takes."""
+    return Row(
+        prompt_ids=tuple(prompt.prompt_ids),
+        completion_ids=rollout.completion_ids,
+        images=rollout.images if prompt.images is None else prompt.images,
+        labels=tuple((key, str(value)) for key, value in rollout.columns.items() if isinstance(value, str | int)),
+        seen_by=tuple((name, None if own is None else row_of(rollout, own)) for name, own in prompt.seen_by.items()),
+    )
+
+
 def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], want: Want, width: int) -> TeacherScores:
     """Scores the rows that have a prompt under the scorer's context; the others come back as not valid.
 
@@ -174,26 +192,13 @@ def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], wan
     """
     prompts = scorer.context(own, everyone)
     picked = [index for index, prompt in enumerate(prompts) if prompt is not None]
-    rows = []
-    for index in picked:
-        prompt = prompts[index]
-        assert prompt is not None
-        labels = tuple((key, str(value)) for key, value in own[index].columns.items() if isinstance(value, str | int))
-        images = own[index].images if prompt.images is None else prompt.images
-        rows.append(
-            Row(
-                prompt_ids=tuple(prompt.prompt_ids),
-                completion_ids=own[index].completion_ids,
-                images=images,
-                labels=labels,
-            )
-        )
+    rows = [row_of(own[index], prompt) for index, prompt in enumerate(prompts) if prompt is not None]
     if not rows and not hasattr(scorer.teacher, "is_collective"):
         return nothing_scored(len(own), width, want)
     if want.candidates_BTK is not None:
         want = replace(want, candidates_BTK=want.candidates_BTK[picked])
     scores = scorer.teacher.score(rows, want)
-    return spread_rows(scores, picked, len(own), width)
+    return scores.placed(picked, len(own), width)
 
 
 def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
@@ -206,31 +211,6 @@ def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
         valid_BT=logprob_BT.bool(),
         top_ids_BTK=torch.full(shape, -1) if num_top else None,
         top_logprob_BTK=torch.full(shape, -torch.inf) if num_top else None,
-    )
-
-
-def spread_rows(scores: TeacherScores, picked: Sequence[int], num_rows: int, width: int) -> TeacherScores:
-    """Scores of some rows, put at their places among `num_rows` and padded or cut to `width` tokens."""
-
-    def place(value: Tensor | None, fill: float) -> Tensor | None:
-        if value is None:
-            return None
-        out = value.new_full((num_rows, width, *value.shape[2:]), fill)
-        shared = min(width, value.shape[1])
-        out[list(picked), :shared] = value[:, :shared]
-        return out
-
-    logprob_BT, valid_BT = place(scores.logprob_BT, 0), place(scores.valid_BT, False)
-    assert logprob_BT is not None
-    assert valid_BT is not None
-    return replace(
-        scores,
-        logprob_BT=logprob_BT,
-        valid_BT=valid_BT,
-        top_ids_BTK=place(scores.top_ids_BTK, -1),
-        top_logprob_BTK=place(scores.top_logprob_BTK, -torch.inf),
-        hidden_BTH=place(scores.hidden_BTH, 0),
-        failures={picked[row]: reason for row, reason in scores.failures.items()},
     )
 
 
