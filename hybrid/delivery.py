@@ -29,11 +29,11 @@ class Operation:
     Attributes:
       kind: what `values` means.
       values: JSON values only.
-      step: of metrics; 0 elsewhere.
+      step: of metrics; the last one of a history; 0 elsewhere.
       time_ms: when it happened, in milliseconds since 1970.
     """
 
-    kind: Literal["metrics", "params", "tags", "artifact", "table", "resume", "status"]
+    kind: Literal["metrics", "params", "tags", "artifact", "table", "resume", "history", "status"]
     values: Mapping[str, Any]
     step: int = 0
     time_ms: int = 0

@@ -35,6 +35,7 @@ def train_experiment(
     *,
     source: Path,
     resume: str | None = None,
+    from_best: bool = False,
     overrides: Sequence[str] = (),
     nodes: Nodes = ONE_NODE,
 ) -> int:
@@ -44,6 +45,8 @@ def train_experiment(
       config: the experiment, checked.
       source: its file, for messages and for the processes that are started.
       resume: "latest", or the folder of an earlier start of the same experiment.
+      from_best: go back to the best checkpoint of each training that is not done, in place of its newest; without
+        `resume`, of the latest start.
       overrides: settings that were given beside the file, for the processes that are started.
       nodes: the machines of the run.
 
@@ -54,8 +57,9 @@ def train_experiment(
       HybridError, TeacherError: what the experiment needs is missing or wrong; the message says what to do.
     """
     quiet()
+    resume = "latest" if from_best and resume is None else resume
     if needs_launch(config.engine):
-        return start_processes(config, source, resume, overrides, nodes)
+        return start_processes(config, source, resume, overrides, nodes, from_best=from_best)
     join(config.engine)
     if config.student.model.startswith(TINY):
         torch.set_num_threads(1)  # tiny matrices: more threads cost more than they bring
@@ -92,7 +96,7 @@ def train_experiment(
             )  # fmt: skip
             outcomes = []
             for label in config.methods:
-                outcomes.append(train_method(setting, label, resuming=resume is not None))
+                outcomes.append(train_method(setting, label, resuming=resume is not None, from_best=from_best))
                 if stop.agreed():
                     break
             report = None
@@ -104,7 +108,13 @@ def train_experiment(
 
 
 def start_processes(
-    config: ExperimentConfig, source: Path, resume: str | None, overrides: Sequence[str], nodes: Nodes
+    config: ExperimentConfig,
+    source: Path,
+    resume: str | None,
+    overrides: Sequence[str],
+    nodes: Nodes,
+    *,
+    from_best: bool = False,
 ) -> int:
     """Makes what all processes share, and runs this command once per process."""
     console = Console()
@@ -121,6 +131,7 @@ def start_processes(
     command = ["-m", "hybrid.cli", "train", str(source)]
     command += [part for setting in overrides for part in ("--set", setting)]
     command += [] if resume is None else ["--resume", resume]
+    command += ["--from-best"] if from_best else []
     with ExitStack() as stack:
         student = model_folder(config.student.model, "student")
         start_for_all(config, Making.of(config, stack, folder=folder, student=student))

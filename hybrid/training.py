@@ -11,7 +11,7 @@ import torch
 import transformers
 from datasets import Dataset
 
-from hybrid.checkpoints import newest_good
+from hybrid.checkpoints import checkpoints, go_back_to_best, newest_good, step_of
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import this_rank
 from hybrid.errors import DataError
@@ -105,14 +105,24 @@ def is_before(line: bytes, step: int) -> bool:
         return False
 
 
-def open_child(setting: Setting, label: str, place: Place) -> Tracker | Silent:
-    """The MLflow run of one training: a new one, or the one that is gone on with; rank 0 alone writes to it."""
+def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | None = None) -> Tracker | Silent:
+    """The MLflow run of one training: a new one, or the one that is gone on with; rank 0 alone writes to it.
+
+    Args:
+      setting: what the trainings share.
+      label: of the method in the experiment.
+      place: where it writes.
+      branch_at: begin a new run with what the earlier one measured up to this step; the earlier one stays as it is.
+    """
     if not this_rank().is_main:
         return Silent()
     config = setting.config
     folder = place.folder
     tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": place.label, "hybrid.task": place.task}
     tags["hybrid.seed"] = str(config.seed)
+    earlier = saved(folder / "mlflow_run")
+    if branch_at is not None and earlier is not None:
+        tags |= {"hybrid.from_run": earlier, "hybrid.from_step": str(branch_at)}
     tracker = Tracker.open(
         uri=setting.uri,
         experiment=config.tracking.experiment or config.name,
@@ -121,8 +131,10 @@ def open_child(setting: Setting, label: str, place: Place) -> Tracker | Silent:
         tags=tags,
         runs_dir=Path(config.tracking.folder),
         parent_run_id=setting.parent_run_id,
-        run_id=saved(folder / "mlflow_run"),
+        run_id=earlier if branch_at is None else None,
     )
+    if branch_at is not None and earlier is not None:
+        tracker.history(earlier, branch_at)
     (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
     own = config.for_method(label)
     tracker.params(own.model_dump(mode="json", by_alias=True, exclude={"tracking", "compare"}))
@@ -137,13 +149,16 @@ def task_name(config: ExperimentConfig) -> str:
     return source.removeprefix(TINY) if isinstance(source, str) else source.task
 
 
-def train_method(setting: Setting, label: str, *, resuming: bool, place: Place | None = None) -> Outcome:
+def train_method(
+    setting: Setting, label: str, *, resuming: bool, from_best: bool = False, place: Place | None = None
+) -> Outcome:
     """Trains the student by one method, from the start or from its last checkpoint.
 
     Args:
       setting: what the trainings share.
       label: of the method in the experiment.
       resuming: go on from the last checkpoint, where there is one.
+      from_best: go back to the best checkpoint in place of the last.
       place: where it writes; None is a folder of the method's label in the setting's.
     """
     config, method = setting.config.for_method(label), setting.config.methods[label]
@@ -152,7 +167,9 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
     folder.mkdir(parents=True, exist_ok=True)
     if (done := folder / RESULT_FILE).is_file():
         return Outcome(**orjson.loads(done.read_bytes()))
-    with open_child(setting, label, place) as tracker:
+    checkpoint = from_main(lambda: resume_point(folder, setting.bars.say, best=from_best)) if resuming else None
+    branch_at = step_of(Path(checkpoint)) if checkpoint and from_best else None
+    with open_child(setting, label, place, branch_at=branch_at) as tracker:
         # before any model is read: ZeRO-3 spreads its weights while they are
         weights = [reward.weight for reward in training_rewards(method, setting.rewards)]
         args = training_args(config, method, folder, reward_weights=weights)
@@ -176,7 +193,6 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
         )
         trainer.add_callback(watch)
         began = time.perf_counter()
-        checkpoint = from_main(lambda: last_checkpoint(folder, setting.bars.say)) if resuming else None
         if resuming and this_rank().is_main:
             cut_records(folder / "rollouts.jsonl", checkpoint)
         with dog:
@@ -363,6 +379,19 @@ def start_accuracy(setting: Setting, trainer: HybridTrainer, tokenizer: Any, tel
         if this_rank().is_main:
             write_evaluation(path, setting.evaluations[START])
     return setting.evaluations[START].metrics() if START in setting.evaluations else {}
+
+
+def resume_point(folder: Path, tell: Callable[[str], None], *, best: bool) -> str | None:
+    """The checkpoint that a training goes on from: its newest good one, or its best, with the later ones removed.
+
+    Raises:
+      DataError: the best one is asked for, and there are only others.
+    """
+    if not best or not checkpoints(folder):
+        return last_checkpoint(folder, tell)
+    found = go_back_to_best(folder)
+    tell(f"{folder.name}: back to its best checkpoint, {found.name}")
+    return str(found)
 
 
 def last_checkpoint(folder: Path, tell: Callable[[str], None] | None = None) -> str | None:

@@ -36,6 +36,9 @@ RENAMED = {
 LEFT_OUT = frozenset({"epoch", "total_flos", "train_loss", "train_runtime"})
 """What TRL logs and no comparison reads."""
 
+FLUSH_S = 5.0
+"""Seconds that the tracking gets before a checkpoint, so that a kill after it loses no point."""
+
 
 class Watch(TrainerCallback):
     """Sends what a training logs to the tracker and the bars, and evaluates when it is time.
@@ -104,6 +107,8 @@ class Watch(TrainerCallback):
         named |= memory_gb()
         self.latest |= {name: value for name, value in named.items() if isinstance(value, int | float)}
         self.tracker.metrics(named, state.global_step)
+        if control.should_save:  # a run that is resumed from this checkpoint does not measure these steps again
+            self.tracker.flush(FLUSH_S)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Moves the bar, and evaluates every so often; that time is not the training's."""

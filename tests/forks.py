@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from teachers.serve import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -100,6 +102,12 @@ class Forks:
         started = Started(self.ask(request), out, self)
         self.pids.append(started.pid)
         return started
+
+    def pair(self, *arguments: str | Path) -> tuple[Started, Started]:
+        """Two processes of one run, as torchrun would start them."""
+        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        first, second = (self.start(*arguments, RANK=rank, LOCAL_RANK=rank, **own) for rank in ("0", "1"))
+        return first, second
 
 
 @pytest.fixture(scope="session")

@@ -152,6 +152,25 @@ def test_a_changed_setting_on_resume_is_a_tag_and_the_run_goes_on(open_tracker):
     assert again.num_refused == 0
 
 
+def test_steps_that_come_again_after_a_kill_have_one_point_and_one_table(open_tracker, tmp_path):
+    first = open_tracker()
+    for step in range(4):
+        first.metrics({"loss": 0.5 * step}, step)
+        first.table(f"completions/step_{step}", [{"text": "yes"}])
+    first.metrics({"held_out": 0.25}, 4)  # and killed before the loss of this step
+    assert first.flush()
+    with open_tracker(run_id=first.run_id) as again:
+        for step in range(2, 6):
+            again.metrics({"loss": 0.5 * step, "held_out": step / 16, "new": 1.0}, step)
+            again.table(f"completions/step_{step}", [{"text": "yes"}])
+    assert history(again, "loss") == [(step, 0.5 * step) for step in range(6)]
+    assert history(again, "held_out") == [(4, 0.25), (5, 5 / 16)]
+    assert history(again, "new") == [(step, 1.0) for step in range(2, 6)]
+    for step in range(6):
+        table = json.loads(artifact(again, f"completions/step_{step}.json", tmp_path).read_text())
+        assert table == {"columns": ["text"], "data": [["yes"]]}
+
+
 def test_children_stand_under_one_parent_for_an_experiment_file(open_tracker, runs_dir, tmp_path):
     def open_parent():
         return Tracker.open_parent(

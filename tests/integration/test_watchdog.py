@@ -3,14 +3,12 @@
 import asyncio
 import signal
 import socket
-from pathlib import Path
 
 import pytest
 
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.watchdog import STALLED, Sign, reason
-from teachers.serve import free_port
-from tests.experiments import QUICKSTART, as_options, small
+from tests.experiments import QUICKSTART, as_options, recorded_steps, small
 from tests.teachers.fake_vllm import FakeVllm
 
 LIMIT_S = 6
@@ -35,23 +33,10 @@ def test_the_reason_names_who_is_waited_for():
     assert "process 1 (pid 7 on a) has given no sign of life for 70 s" in reason([waiting, frozen], 100.0, 50.0, {})
 
 
-def pair(forks, runs: Path, *changes: str):
-    """Two processes of one run, as torchrun would start them."""
-    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    options = as_options(small(runs, *TWO, *changes))
-    return [
-        forks.start("train", QUICKSTART, *options, RANK=str(rank), LOCAL_RANK=str(rank), **own) for rank in range(2)
-    ]
-
-
-def steps_of(runs: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in runs.glob("quickstart/*/opdvr/rollouts.jsonl")) // 4
-
-
 @pytest.mark.processes
 def test_a_frozen_process_is_found_by_the_other_one_and_named(forks, tmp_path):
-    first, second = pair(forks, tmp_path)
-    first.until(lambda: steps_of(tmp_path) >= 3)
+    first, second = forks.pair("train", QUICKSTART, *as_options(small(tmp_path, *TWO)))
+    first.until(lambda: len(recorded_steps(tmp_path)) >= 3)
     second.kill(signal.SIGSTOP)
     assert first.ended() == STALLED, first.printed()
     assert second.ended() == -signal.SIGKILL
