@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from hybrid.checkpoints import disk_told
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
 from hybrid.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main
-from hybrid.tracking import Tracker
+from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
 
 
@@ -66,7 +67,7 @@ def train_experiment(
     is_main = this_rank().is_main
     console = Console(quiet=not is_main)
     folder = from_main(lambda: run_folder(config, resume))
-    with Bars(console) as bars, Stop(bars.say) as stop:
+    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder):
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
         student = model_folder(config.student.model, "student", bars.advance)
         for line in plan_lines(config) if this_rank().world == 1 else []:
@@ -100,8 +101,8 @@ def train_experiment(
                 if stop.agreed():
                     break
             report = None
-            if is_main and stop.received is None and held_out is not None:
-                report = write_comparison(config, folder, parent)
+            if is_main and stop.received is None and all_sent(folder, list(config.methods), parent, bars.say):
+                report = write_comparison(config, folder, parent) if held_out is not None else None
     print_outcomes(console, outcomes, report)
     console.print(closing(config, source, folder, stop), highlight=False)
     return stop.exit_code
@@ -250,6 +251,25 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
     )
     (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
     return tracker
+
+
+def all_sent(folder: Path, names: Sequence[str], parent: Tracker | Silent, tell: Callable[[str], None]) -> bool:
+    """Whether the tracking has everything; what a lost store could not take, of whichever start, is sent now.
+
+    Args:
+      folder: of the run.
+      names: of the trainings' folders in it.
+      parent: their parent's tracker.
+      tell: told where something waits.
+    """
+    waiting = sum(replay(folder / name / "tracking") for name in names)
+    if not waiting and parent.flush():
+        return True
+    tell(
+        "the MLflow store does not take its records, which wait on disk; once it does, --resume sends them and writes "
+        "the report"
+    )
+    return False
 
 
 def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | Silent) -> Path:

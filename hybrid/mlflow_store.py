@@ -24,6 +24,7 @@ _METRICS_PER_CALL = 1000  # MLflow's own limits per log_batch call
 _ENTRIES_PER_CALL = 100
 _LONGEST_TABLE_LIST = 4000  # MLflow lists a run's tables in one tag, and cannot read it any more once that is cut
 _TABLES_TAG = "mlflow.loggedArtifacts"
+_STORE_CANNOT = ("disk is full", "disk I/O error", "readonly database", "database is locked", "unable to open database")
 _SETTINGS = {  # MLflow otherwise tries for minutes, and draws its bars into ours; what the user has set stays
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -54,8 +55,8 @@ def open_client(uri: str) -> "MlflowClient":
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # what it logs it also raises
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of mlflow's and sqlalchemy's own making while they load
         from mlflow import MlflowClient
@@ -179,9 +180,14 @@ class Sender:
         return len(batch)
 
     def _reach(self, error: Exception) -> None:
-        """Returns if the store answers, so that `error` was about what was sent; raises `LostError` if it does not."""
+        """Returns if the store answers, so that `error` was about what was sent; raises `LostError` if it does not.
+
+        A store that reads and cannot write just now is lost too.
+        """
         from mlflow.exceptions import MlflowException
 
+        if words := next((words for words in _STORE_CANNOT if words in str(error)), None):
+            raise LostError(f"the tracking store cannot write: {words}") from error
         try:
             self._client.get_run(self._run_id)
         except (MlflowException, OSError):

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from hybrid.checkpoints import best_value, mark_best
+from hybrid.errors import DataError
 from hybrid.generation import StepWatch
 from hybrid.objective.objective import values
 from hybrid.progress import Bars, note_of
@@ -181,7 +182,13 @@ class Recorder:
     def __call__(self, watch: StepWatch) -> None:
         """Writes one generation batch."""
         if self.path is not None:
-            write_records(self.path, rollout_lines(watch, self.tokenizer))
+            try:
+                write_records(self.path, rollout_lines(watch, self.tokenizer))
+            except OSError as error:
+                raise DataError(
+                    f"the rollouts could not be written to {self.path} ({error.strerror}); make room or mend the "
+                    "folder, and go on with --resume; tracking.record_rollouts: false writes none"
+                ) from error
         if self.table_every and watch.step % self.table_every == 0:
             self.tracker.table(f"completions/step_{watch.step:06d}.json", self.rows(watch))
 
