@@ -8,7 +8,8 @@ tokens; `return_to_go` gives a token the rewards from it on, with the task rewar
 the teacher, and a constant teacher term would vanish. `scale` therefore divides the task reward alone and is refused
 with `group`.
 
-Differs from ROLL: no whitening of advantages, no reward clip, and no discount (its default discount is 1).
+Differs from ROLL: no whitening of advantages, no reward clip, and no discount (its default discount is 1). Tokens that
+the teacher did not score add nothing to a return; a response without any score is left out of `group`'s comparison.
 """
 
 from collections.abc import Mapping
