@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hybrid.collect import Plan, Rollout, Scorer
 from hybrid.errors import ConfigError, MissingMeasurement
 from hybrid.methods.base import MethodConfig
-from hybrid.objective.losses import PolicyLoss
+from hybrid.objective.losses import PolicyLoss, SampledDivergence
 from hybrid.objective.objective import Assignment, Objective, Term
 from hybrid.types import RolloutBatch, State, take_rows
 from teachers.decoder import KeptHead
@@ -123,6 +124,48 @@ def parent_term(objective: Objective, args: Any) -> Term | None:
             "the reduction at token_mean (grpo, opd, opdvr, ...); leave loss_type at dapo, the method brings its own"
         )
     return policy[0] if single else None
+
+
+def corrected(assignment: Assignment, objective: Objective, ratio_BT: Tensor | None, taken: Term | None) -> Assignment:
+    """Weighs sampled-token terms by how much likelier the trainer finds a token than the engine that sampled it.
+
+    A full divergence and one over candidates sample no token, so there is nothing to correct in them.
+
+    Args:
+      assignment: credit of some rows.
+      objective: whose terms these are.
+      ratio_BT: TRL's truncated or masked importance ratio, [B, T] or [B, 1]; None where the trainer itself generates.
+      taken: the term that TRL's surrogate computes, and weighs by itself.
+
+    Reference:
+      TRL's vLLM importance sampling correction (`GRPOTrainer._compute_loss`).
+    """
+    if ratio_BT is None:
+        return assignment
+    terms = [
+        replace(credit, share_BT=credit.share_BT * ratio_BT.to(credit.share_BT.dtype))
+        if isinstance(term.loss, PolicyLoss | SampledDivergence) and term is not taken and credit.candidate_BTK is None
+        else credit
+        for term, credit in zip(objective.terms, assignment.terms, strict=True)
+    ]
+    return replace(assignment, terms=tuple(terms))
+
+
+def largest_gap(out: Mapping[str, Any], mask_BT: Tensor) -> Tensor | None:
+    """How far the engine's weights can be from the trainer's: the largest difference of a sampled token's log-prob.
+
+    Args:
+      out: what TRL measured of a generation: `sampling_per_token_logps` of the engine, `old_per_token_logps` of the
+        trainer, in nats.
+      mask_BT: tokens that count.
+
+    Returns:
+      The difference in nats; None where the trainer itself generates, or measures no log-probs of its own.
+    """
+    engine_BT, own_BT = out.get("sampling_per_token_logps"), out.get("old_per_token_logps")
+    if engine_BT is None or own_BT is None:
+        return None
+    return torch.nan_to_num(engine_BT - own_BT, nan=0.0).abs().masked_fill(~mask_BT, 0).max()
 
 
 def set_clipping(trainer: Any, loss: Any) -> None:

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
 from hybrid.errors import ConfigError, DataError
 from hybrid.plan import plan_lines
+from hybrid.preflights import preflight_lines
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.silent import Silent
@@ -22,10 +24,11 @@ from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
 from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
-from hybrid.teaching import teacher_of
+from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main
 from hybrid.tracking import Tracker
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
+from hybrid.training_args import needs_vllm
 
 
 def train_experiment(
@@ -52,6 +55,7 @@ def train_experiment(
       HybridError, TeacherError: what the experiment needs is missing or wrong; the message says what to do.
     """
     quiet()
+    needs_vllm(config)
     if needs_launch(config.engine):
         return start_processes(config, source, resume, overrides, nodes)
     join(config.engine)
@@ -70,17 +74,11 @@ def train_experiment(
         if is_main:
             (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         with (
-            teacher_of(
-                config.teacher,
-                temperature=config.train.temperature,
-                folder=folder,
-                student=student,
-                progress=bars.advance,
-            ) as teacher,
+            teacher_of(config, folder=folder, student=student, chat=is_chat(prompts), progress=bars.advance) as teacher,
             open_parent(config, folder) as parent,
         ):
-            if is_main:
-                (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
+            for line in from_main(lambda: preflight_lines(config, teacher, prompts, student)):
+                console.print(line, style="dim", highlight=False, markup=False)
             setting = Setting(
                 config=config,
                 folder=folder,
@@ -121,10 +119,14 @@ def start_processes(
                 model_folder(block.model, "teacher", bars.advance)
     for line in plan_lines(config, nodes):
         console.print(line, highlight=False, markup=False)
+    folder = Path(config.tracking.folder) / config.name
     command = ["-m", "hybrid.cli", "train", str(source)]
     command += [part for setting in overrides for part in ("--set", setting)]
     command += [] if resume is None else ["--resume", resume]
-    return launch(config.engine, command, nodes)
+    with ExitStack() as stack:
+        student = model_folder(config.student.model, "student")
+        start_for_all(config, Making.of(config, stack, folder=folder, student=student))
+        return launch(config.engine, command, nodes)
 
 
 def evaluate_experiment(config: ExperimentConfig, *, source: Path, checkpoint: str | None = None) -> int:
@@ -184,6 +186,8 @@ def quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed tells every process what it found
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed calls old names
     transformers.logging.set_verbosity_error()
@@ -226,7 +230,7 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
     tags = {**tracking.tags, "hybrid.kind": "parent"}
     if tracking.note:
         tags["mlflow.note.content"] = tracking.note
-    return Tracker.open(
+    tracker = Tracker.open(
         uri=tracking.uri,
         experiment=tracking.experiment or config.name,
         run_name=f"{config.name} {folder.name}",
@@ -235,6 +239,8 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     )
+    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    return tracker
 
 
 def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | Silent) -> Path:

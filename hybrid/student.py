@@ -56,6 +56,7 @@ def measure_student(
             teacher_hidden_BTH=None if hidden_BTH is None else hidden_BTH[rows].to(mask_BT.device),
             teacher_head=None if teacher is None else teacher.head,
             num_top=plan.top_k,
+            top_of=plan.support,
         )
         parts.append(run(rows, request))
     whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

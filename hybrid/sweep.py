@@ -29,7 +29,7 @@ from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
 from hybrid.sweep_config import Cell, SweepConfig, read_sweep
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
-from hybrid.teaching import teacher_of
+from hybrid.teaching import is_chat, teacher_of
 from hybrid.tracking import Tracker
 from hybrid.training import RESULT_FILE, Place, Setting, last_checkpoint, saved, train_method
 
@@ -300,15 +300,16 @@ def train_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     config, place = cell.config, folder / cell.name
     student = model_folder(config.student.model, "student")
     (place / MADE_OF_FILE).write_bytes(made_of(config))
+    prompts = training_prompts(config)
     with (
         Bars(Console()) as bars,
-        teacher_of(config.teacher, temperature=config.train.temperature, folder=place, student=student) as teacher,
+        teacher_of(config, folder=place, student=student, chat=is_chat(prompts)) as teacher,
     ):
         setting = Setting(
             config=config,
             folder=place,
             student=student,
-            prompts=training_prompts(config),
+            prompts=prompts,
             held_out=held_out_prompts(config),
             rewards=build_rewards(config.rewards) if config.rewards else [],
             teacher=teacher,

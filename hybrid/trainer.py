@@ -42,7 +42,9 @@ from hybrid.generation import (
     check_run,
     check_scorers,
     continued,
+    corrected,
     image_inputs,
+    largest_gap,
     narrowed,
     parent_term,
     rows_of,
@@ -301,6 +303,9 @@ class HybridTrainer(GRPOTrainer):
         if self.model.training:
             self.method_state = state
         self._note(assignment, whole, scored)
+        if (gap := largest_gap(out, batch.mask_BT)) is not None:
+            gaps = self.accelerator.gather(gap[None])
+            self._metrics["train" if self.model.training else "eval"]["sync/max_abs_gap"].append(float(gaps.max()))
         texts = self._demonstration_logprobs(out, batch) if self.watch is not None else None
         if self.watch is not None and self.accelerator.is_main_process and self.model.training:
             names = list(self.reward_func_names) if self.rewarded else []
@@ -444,6 +449,7 @@ class HybridTrainer(GRPOTrainer):
         measured, self._pass = self._pass, None
         student = self._student_pass(model, inputs, batch, assignment, measured)
         old_BT = inputs.get("old_per_token_logps")
+        assignment = corrected(assignment, self.objective, inputs.get("importance_sampling_ratio"), self._parent_term)
         batch = replace(batch, student_logprob_BT=student.logprob_BT.detach() if old_BT is None else old_BT)
         own = self.objective.loss(assignment, batch, student)
         scale = self._micro_batches()

@@ -100,11 +100,34 @@ class Taught:
       teacher: who scores; None is the student itself, by the options of `spec`.
       spec: the context, and which weights of the student.
       style: how the teacher's prompts are rendered; None is like the student's.
+      tokenizer: the teacher's, where it has another than the student and is given prompts in its own ids.
+      parts: the single teachers of a router by name, each with what it sees.
     """
 
     teacher: Teacher | None
     spec: ViewSpec
     style: PromptStyle | None = None
+    tokenizer: Any = None
+    parts: Mapping[str, "Taught"] = field(default_factory=dict)
+
+    @property
+    def sees_the_same(self) -> bool:
+        """Whether the teacher's prompt is the student's, id by id."""
+        return self.spec.context is None and self.style is None and self.tokenizer is None
+
+    def writer(self, student: Writer) -> Writer:
+        """What writes this teacher's prompts; another tokenizer ends them in its own way, with its own template."""
+        if self.tokenizer is None:
+            return student if self.style is None else replace(student, style=self.style)
+        style = self.style or PromptStyle(arguments=student.style.arguments)
+        return replace(student, tokenizer=self.tokenizer, style=replace(style, ends_differently=True))
+
+    def context(self, student: Writer) -> Context:
+        """The prompts under which this teacher sees responses."""
+        written = self.writer(student)
+        if self.spec.context is not None or self.sees_the_same:
+            return context_of(self.spec, written)
+        return block_context(written, lambda rollout, group: "")
 
 
 def column(rollout: Rollout, name: str) -> str:
@@ -172,12 +195,12 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
     return block_context(writer, block)
 
 
-def all_wrong_only(inner: Context, writer: Writer) -> Context:
-    """The same prompts, but only for groups of which no response is right: the others need no score (RSTG)."""
+def all_wrong_only(inner: Context, fail_thr: float) -> Context:
+    """The same prompts, but only for groups without a reward above `fail_thr`: the others need no score (RSTG)."""
 
     def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
         groups = groups_of(own, everyone)
-        failed = {group for group, rows in groups.items() if not any(writer.correct(row) for row in rows)}
+        failed = {group for group, rows in groups.items() if not any(row.reward > fail_thr for row in rows)}
         prompts = inner(own, everyone)
         return [prompt if r.group in failed else None for r, prompt in zip(own, prompts, strict=True)]
 
@@ -380,14 +403,16 @@ def scorers_for(
 
     if isinstance(teacher, ViewSpec):
         teacher = Taught(teacher=None, spec=teacher)
+    told = writer
     if isinstance(teacher, Taught):
-        given = {"teacher": taught_scorer(teacher, writer, own)}
+        given, told = {"teacher": taught_scorer(teacher, writer, own)}, teacher.writer(writer)
     elif not given:
         given = scorers_of(teacher, temperature)
     scorers = dict(given)
     for view in plan.views:
         spec = specs.get(view)
-        if spec is not None and (scorer := view_scorer(spec, scorers.get(view), given.get("teacher"), writer, own)):
+        write = writer if spec is None or spec.scorer == "self" else told
+        if spec is not None and (scorer := view_scorer(spec, scorers.get(view), given.get("teacher"), write, own)):
             scorers[view] = scorer
     return scorers
 
@@ -402,7 +427,7 @@ def view_scorer(
     """The scorer of a view that a method specifies; the present one, if any, wins, and may be kept to some rows."""
     if present is not None:
         if spec.options.get("rows") == "all_wrong":
-            return replace(present, context=all_wrong_only(present.context, writer))
+            return replace(present, context=all_wrong_only(present.context, float(spec.options["fail_thr"])))
         return present
     if spec.scorer == "self":
         return Scorer(teacher=own(spec.options), context=context_of(spec, writer))
@@ -417,17 +442,29 @@ def taught_scorer(taught: Taught, writer: Writer, own: Callable[[Mapping[str, An
     Raises:
       ConfigError: the live student under its own prompt, whose gap is zero everywhere.
     """
-    spec, style = taught.spec, taught.style
-    if taught.teacher is None and spec.context is None and style is None and spec.options.get("sync", "live") == "live":
+    spec = taught.spec
+    if taught.teacher is None and taught.sees_the_same and spec.options.get("sync", "live") == "live":
         raise ConfigError(
             "the teacher is the live student under its own prompt, so the distillation signal is identically zero; "
             "give it a context, or sync: snapshot, ema or base"
         )
-    written = writer if style is None else replace(writer, style=style)
-    context = context_of(spec, written)
-    if spec.context is None and style is not None:
-        context = block_context(written, lambda rollout, group: "")
+    context = taught.context(writer)
+    if own_views := {name: part.context(writer) for name, part in taught.parts.items() if not part.sees_the_same}:
+        context = several_contexts(context, own_views)
     return Scorer(teacher=taught.teacher or own(spec.options), context=context)
+
+
+def several_contexts(shared: Context, single: Mapping[str, Context]) -> Context:
+    """One context for several teachers, of which some have their own."""
+
+    def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
+        prompts = {name: part(own, everyone) for name, part in single.items()}
+        return [
+            None if prompt is None else replace(prompt, seen_by={name: seen[i] for name, seen in prompts.items()})
+            for i, prompt in enumerate(shared(own, everyone))
+        ]
+
+    return context
 
 
 def judge_of(rewards: Sequence[Any]) -> Judge | None:

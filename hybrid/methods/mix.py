@@ -163,7 +163,8 @@ def joined(name: str, one: ViewSpec, other: ViewSpec) -> ViewSpec:
     if one == other:
         return one
     one, other = (
-        replace(spec, options={k: v for k, v in spec.options.items() if k != "rows"}) for spec in (one, other)
+        replace(spec, options={k: v for k, v in spec.options.items() if k not in ("rows", "fail_thr")})
+        for spec in (one, other)
     )
     if one != other:
         raise ConfigError(

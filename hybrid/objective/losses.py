@@ -15,6 +15,9 @@ from torch import Tensor
 
 from hybrid.errors import MissingMeasurement
 
+Support = Literal["full", "student", "teacher", "union"]
+"""Tokens that a divergence looks at: the vocabulary, the most likely ones of a side, or those of both."""
+
 LOG_RATIO_LIMIT = 20.0
 """Bound on |log ratio| before it is exponentiated, as in verl's core_algos."""
 
@@ -55,7 +58,7 @@ class Divergence:
     """
 
     kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    support: Literal["full", "student", "teacher", "union"] = "full"
+    support: Support = "full"
     top_k: int = 64
     beta: float = 0.5
     temperature: float = 1.0
