@@ -20,6 +20,7 @@ from hybrid.config import TINY, ExperimentConfig, held_out
 from hybrid.consistency import uses_teacher
 from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
+from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.read_config import Problem, validated
 from hybrid.rewards import build_rewards
@@ -43,6 +44,9 @@ from teachers.findings import Finding as TeacherFinding
 from teachers.findings import PreflightFailed
 from teachers.processors import load_processor, reads_images
 from teachers.tokenizer_check import tokenizer_findings
+
+DATABASES = ("sqlite:", "mysql", "postgresql", "mssql")
+"""Tracking URIs that are opened by nothing less than a connection."""
 
 WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
@@ -133,6 +137,26 @@ class _Checker:
             self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
         self._look_at_teachers(student)
         self._look_at_engine()
+        self._look_at_tracking()
+
+    def _look_at_tracking(self) -> None:
+        """Whether runs can be written (a file without a name is, and is gone again), and MLflow knows the address."""
+        uri = self.config.tracking.uri
+        try:
+            if uri is not None and "://" in uri and not uri.startswith(DATABASES):
+                open_client(uri)
+        except TrackingError as error:
+            self._say("error", ("tracking", "uri"), str(error).removeprefix("tracking.uri: "))
+        place = Path(self.config.tracking.folder).resolve()
+        while not place.exists():
+            place = place.parent
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            folder = self.config.tracking.folder
+            self._say(
+                "error", ("tracking", "folder"), f"nothing can be written to '{folder}': {place}: {error.strerror}"
+            )
 
     def ask_teachers(self) -> None:
         """Scores a few sequences with each teacher, however it is reached, and compares what can be compared."""

@@ -259,9 +259,18 @@ def main() -> NoReturn:
         message = user_message(error)
         if message is None:
             raise
-        Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False, highlight=False)
-        sys.exit(2)
+        _refuse(message)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{error.filename}: {error.strerror}")
     sys.exit(0)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Ends the program with one message and exit code 2."""
+    Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False, highlight=False)
+    sys.exit(2)
 
 
 def with_newest(arguments: list[str]) -> list[str]:
