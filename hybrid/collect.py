@@ -144,7 +144,8 @@ class Plan:
         """
         if not self.measured_top_k:
             return "student"
-        chosen = sorted({d.support for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"})
+        reverse = [d for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"]
+        chosen: list[Support] = sorted({d.support for d in reverse})
         if len(chosen) > 1:
             raise ConfigError(
                 f"the reverse KL is measured on one support before credit is assigned, and the terms of this objective "

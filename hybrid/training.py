@@ -287,7 +287,7 @@ def build_trainer(
         peft_config=peft,
         callbacks=[dog, setting.stop],
         watch=recorder,
-        contexts=dict(config.student.contexts),
+        contexts={str(name): words for name, words in config.student.contexts.items()},
         progress=progress,
     )
     trainer.remove_callback(transformers.PrinterCallback)
