@@ -20,6 +20,7 @@ from hybrid.config import TINY, ExperimentConfig, held_out
 from hybrid.consistency import uses_teacher
 from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
+from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.read_config import Problem, read_document, validated
 from hybrid.rewards import build_rewards
@@ -38,20 +39,14 @@ from hybrid.tiny import tiny_tokenizer
 from hybrid.tiny_tasks import VISION_TASKS, tiny_task
 from hybrid.tiny_vision import vision_processor
 from hybrid.yaml_file import Document, KeyPath, dotted
-from teachers.contexts import PromptStyle, render
 from teachers.errors import TeacherError
 from teachers.findings import Finding as TeacherFinding
 from teachers.findings import PreflightFailed
-from teachers.preflight import preflight
 from teachers.processors import load_processor, reads_images
-from teachers.protocol import Row, Want
 from teachers.tokenizer_check import tokenizer_findings
 
-NUM_ASKED = 4
-"""Prompts that a teacher is asked about."""
-
-COMPLETION = "3,8,12#12"
-"""What it is asked to score; any text of a few tokens would do."""
+DATABASES = ("sqlite:", "mysql", "postgresql", "mssql")
+"""Tracking URIs that are opened by nothing less than a connection."""
 
 WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
@@ -144,6 +139,26 @@ class _Checker:
             self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
         self._look_at_teachers(student)
         self._look_at_engine()
+        self._look_at_tracking()
+
+    def _look_at_tracking(self) -> None:
+        """Whether runs can be written (a file without a name is, and is gone again), and MLflow knows the address."""
+        uri = self.config.tracking.uri
+        try:
+            if uri is not None and "://" in uri and not uri.startswith(DATABASES):
+                open_client(uri)
+        except TrackingError as error:
+            self._say("error", ("tracking", "uri"), str(error).removeprefix("tracking.uri: "))
+        place = Path(self.config.tracking.folder).resolve()
+        while not place.exists():
+            place = place.parent
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            folder = self.config.tracking.folder
+            self._say(
+                "error", ("tracking", "folder"), f"nothing can be written to '{folder}': {place}: {error.strerror}"
+            )
 
     def ask_teachers(self) -> None:
         """Scores a few sequences with each teacher, however it is reached, and compares what can be compared."""
@@ -151,43 +166,22 @@ class _Checker:
         if config.teacher is None:
             return
         tokenizer = self._tokenizer(("student", "model"), config.student.model)
-        rows = self._try(("data", "source"), lambda: sample_rows(config, tokenizer))
-        for path, teacher in self._teachers():
-            if rows and not isinstance(teacher, SelfTeacherConfig | RecordedTeacherConfig):
-                model = self._tokenizer((*path, "model"), teacher.model)
-                self._try(path, lambda path=path, t=teacher, model=model: self._ask(path, t, rows, tokenizer, model))
+        prompts = self._try(("data", "source"), lambda: training_prompts(config))
+        for path, block in self._teachers():
+            if prompts and not isinstance(block, SelfTeacherConfig | RecordedTeacherConfig):
+                own = self._tokenizer((*path, "model"), block.model)
+                self._try(path, lambda path=path, block=block, own=own: self._ask(path, block, prompts, tokenizer, own))
 
-    def _ask(
-        self, path: KeyPath, config: OneTeacherConfig, rows: Sequence[Row], tokenizer: Any, own_tokenizer: Any
-    ) -> None:
-        from hybrid.teaching import Making, one
+    def _ask(self, path: KeyPath, block: OneTeacherConfig, prompts: datasets.Dataset, tokenizer: Any, own: Any) -> None:
+        from hybrid.preflights import ask_teacher
+        from hybrid.teaching import Making, is_chat, taught
 
-        train = self.config.train
-        longest = train.max_prompt_length or max(len(row.prompt_ids) for row in rows)
-        top_k, max_length = teacher_top_k(self.config), longest + train.max_completion_length
+        student = model_folder(self.config.student.model, "student")
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            making = Making(
-                temperature=train.temperature,
-                folder=Path(folder),
-                student=model_folder(self.config.student.model, "student"),
-                stack=stack,
-                top_k=top_k,
-                max_length=max_length,
-            )
-            teacher = one(config, str(path[-1]), making)
+            making = Making.of(self.config, stack, folder=Path(folder), student=student, chat=is_chat(prompts))
+            teacher = taught(block, str(path[-1]), making)
             try:
-                found = preflight(
-                    teacher,
-                    student_tokenizer=tokenizer,
-                    sample_rows=rows,
-                    max_length=max_length,
-                    want=Want(top_k=top_k),
-                    teacher_tokenizer=own_tokenizer,
-                    temperature=train.temperature,
-                    expected_model=config.model if isinstance(config, ServedTeacherConfig) else None,
-                    template_declared=getattr(config, "prompt", None) is not None,
-                    is_aligned=getattr(config, "align", False),
-                )
+                found = ask_teacher(self.config, block, teacher, prompts, tokenizer, own)
             except PreflightFailed as error:
                 found = error.findings
         for finding in found:
@@ -356,24 +350,6 @@ def has_columns(rows: datasets.Dataset, wanted: Sequence[tuple[str, str]]) -> No
     for column, who in wanted:
         if column not in rows.column_names:
             raise DataError(f"has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}")
-
-
-def sample_rows(config: ExperimentConfig, tokenizer: Any) -> list[Row]:
-    """A few prompts with a made-up completion, as the student would hand them to a teacher."""
-    style = PromptStyle(arguments=config.student.chat_template_kwargs)
-    plain = PromptStyle()
-    rows = []
-    for prompt in training_prompts(config)[:NUM_ASKED]["prompt"]:
-        rendered = render(prompt, tokenizer, plain if isinstance(prompt, str) else style)
-        completion = tuple(tokenizer(COMPLETION, add_special_tokens=False)["input_ids"])
-        rows.append(Row(prompt_ids=rendered.ids, completion_ids=completion))
-    return rows
-
-
-def teacher_top_k(config: ExperimentConfig) -> int:
-    """The largest support of its own that a method asks the teacher for; 0 for none."""
-    divergences = [d for method in config.methods.values() for d in method.build().divergences]
-    return max((d.top_k for d in divergences if d.support in ("teacher", "union")), default=0)
 
 
 def is_hub_name(name: str) -> bool:

@@ -205,7 +205,9 @@ class EngineConfig(Settings):
     max_tokens_per_micro_batch: int | None = Field(
         default=None,
         ge=1,
-        description="Padded tokens of a micro-batch; rows are then sorted by length. Null for no such limit.",
+        description="Padded tokens, prompt and completion, of a forward and backward of the student, and of a forward "
+        "of a local teacher: responses of a micro-batch (see `train.micro_batch`) are sorted by length and cut. One "
+        "that is longer goes alone. Null for no such limit.",
     )
     stall_after_s: PositiveFloat = Field(
         default=1800.0, description="Seconds without any progress after which the run is ended, with the reason."

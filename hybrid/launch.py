@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import torch
 import transformers
 from rich.console import Console
 
+from hybrid.checkpoints import disk_told
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
 from hybrid.errors import ConfigError, DataError
 from hybrid.plan import plan_lines
+from hybrid.preflights import preflight_lines
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.silent import Silent
@@ -22,10 +25,11 @@ from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
 from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
-from hybrid.teaching import teacher_of
+from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main
-from hybrid.tracking import Tracker
+from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
+from hybrid.training_args import needs_vllm
 
 
 def train_experiment(
@@ -33,6 +37,7 @@ def train_experiment(
     *,
     source: Path,
     resume: str | None = None,
+    from_best: bool = False,
     overrides: Sequence[str] = (),
     nodes: Nodes = ONE_NODE,
 ) -> int:
@@ -42,6 +47,8 @@ def train_experiment(
       config: the experiment, checked.
       source: its file, for messages and for the processes that are started.
       resume: "latest", or the folder of an earlier start of the same experiment.
+      from_best: go back to the best checkpoint of each training that is not done, in place of its newest; without
+        `resume`, of the latest start.
       overrides: settings that were given beside the file, for the processes that are started.
       nodes: the machines of the run.
 
@@ -52,15 +59,17 @@ def train_experiment(
       HybridError, TeacherError: what the experiment needs is missing or wrong; the message says what to do.
     """
     quiet()
+    needs_vllm(config)
+    resume = "latest" if from_best and resume is None else resume
     if needs_launch(config.engine):
-        return start_processes(config, source, resume, overrides, nodes)
+        return start_processes(config, source, resume, overrides, nodes, from_best=from_best)
     join(config.engine)
     if config.student.model.startswith(TINY):
         torch.set_num_threads(1)  # tiny matrices: more threads cost more than they bring
     is_main = this_rank().is_main
     console = Console(quiet=not is_main)
     folder = from_main(lambda: run_folder(config, resume))
-    with Bars(console) as bars, Stop(bars.say) as stop:
+    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder):
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
         student = model_folder(config.student.model, "student", bars.advance)
         for line in plan_lines(config) if this_rank().world == 1 else []:
@@ -70,17 +79,11 @@ def train_experiment(
         if is_main:
             (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         with (
-            teacher_of(
-                config.teacher,
-                temperature=config.train.temperature,
-                folder=folder,
-                student=student,
-                progress=bars.advance,
-            ) as teacher,
+            teacher_of(config, folder=folder, student=student, chat=is_chat(prompts), progress=bars.advance) as teacher,
             open_parent(config, folder) as parent,
         ):
-            if is_main:
-                (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
+            for line in from_main(lambda: preflight_lines(config, teacher, prompts, student)):
+                console.print(line, style="dim", highlight=False, markup=False)
             setting = Setting(
                 config=config,
                 folder=folder,
@@ -96,19 +99,25 @@ def train_experiment(
             )  # fmt: skip
             outcomes = []
             for label in config.methods:
-                outcomes.append(train_method(setting, label, resuming=resume is not None))
+                outcomes.append(train_method(setting, label, resuming=resume is not None, from_best=from_best))
                 if stop.agreed():
                     break
             report = None
-            if is_main and stop.received is None and held_out is not None:
-                report = write_comparison(config, folder, parent)
+            if is_main and stop.received is None and all_sent(folder, list(config.methods), parent, bars.say):
+                report = write_comparison(config, folder, parent) if held_out is not None else None
     print_outcomes(console, outcomes, report)
     console.print(closing(config, source, folder, stop), highlight=False)
     return stop.exit_code
 
 
 def start_processes(
-    config: ExperimentConfig, source: Path, resume: str | None, overrides: Sequence[str], nodes: Nodes
+    config: ExperimentConfig,
+    source: Path,
+    resume: str | None,
+    overrides: Sequence[str],
+    nodes: Nodes,
+    *,
+    from_best: bool = False,
 ) -> int:
     """Makes what all processes share, and runs this command once per process."""
     console = Console()
@@ -121,10 +130,15 @@ def start_processes(
                 model_folder(block.model, "teacher", bars.advance)
     for line in plan_lines(config, nodes):
         console.print(line, highlight=False, markup=False)
+    folder = Path(config.tracking.folder) / config.name
     command = ["-m", "hybrid.cli", "train", str(source)]
     command += [part for setting in overrides for part in ("--set", setting)]
     command += [] if resume is None else ["--resume", resume]
-    return launch(config.engine, command, nodes)
+    command += ["--from-best"] if from_best else []
+    with ExitStack() as stack:
+        student = model_folder(config.student.model, "student")
+        start_for_all(config, Making.of(config, stack, folder=folder, student=student))
+        return launch(config.engine, command, nodes)
 
 
 def evaluate_experiment(config: ExperimentConfig, *, source: Path, checkpoint: str | None = None) -> int:
@@ -184,6 +198,8 @@ def quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed tells every process what it found
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed calls old names
     transformers.logging.set_verbosity_error()
@@ -226,7 +242,7 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
     tags = {**tracking.tags, "hybrid.kind": "parent"}
     if tracking.note:
         tags["mlflow.note.content"] = tracking.note
-    return Tracker.open(
+    tracker = Tracker.open(
         uri=tracking.uri,
         experiment=tracking.experiment or config.name,
         run_name=f"{config.name} {folder.name}",
@@ -235,6 +251,27 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     )
+    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    return tracker
+
+
+def all_sent(folder: Path, names: Sequence[str], parent: Tracker | Silent, tell: Callable[[str], None]) -> bool:
+    """Whether the tracking has everything; what a lost store could not take, of whichever start, is sent now.
+
+    Args:
+      folder: of the run.
+      names: of the trainings' folders in it.
+      parent: their parent's tracker.
+      tell: told where something waits.
+    """
+    waiting = sum(replay(folder / name / "tracking") for name in names)
+    if not waiting and parent.flush():
+        return True
+    tell(
+        "the MLflow store does not take its records, which wait on disk; once it does, --resume sends them and writes "
+        "the report"
+    )
+    return False
 
 
 def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | Silent) -> Path:

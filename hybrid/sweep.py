@@ -22,14 +22,14 @@ from rich.table import Table
 
 from hybrid.config import TINY, ExperimentConfig
 from hybrid.errors import ConfigError
-from hybrid.launch import quiet
+from hybrid.launch import all_sent, quiet
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
 from hybrid.sweep_config import Cell, SweepConfig, read_sweep, too_few_seeds
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
-from hybrid.teaching import teacher_of
+from hybrid.teaching import is_chat, teacher_of
 from hybrid.tracking import Tracker
 from hybrid.training import RESULT_FILE, Place, Setting, last_checkpoint, saved, train_method
 
@@ -302,15 +302,16 @@ def train_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     config, place = cell.config, folder / cell.name
     student = model_folder(config.student.model, "student")
     (place / MADE_OF_FILE).write_bytes(made_of(config))
+    prompts = training_prompts(config)
     with (
         Bars(Console()) as bars,
-        teacher_of(config.teacher, temperature=config.train.temperature, folder=place, student=student) as teacher,
+        teacher_of(config, folder=place, student=student, chat=is_chat(prompts)) as teacher,
     ):
         setting = Setting(
             config=config,
             folder=place,
             student=student,
-            prompts=training_prompts(config),
+            prompts=prompts,
             held_out=held_out_prompts(config),
             rewards=build_rewards(config.rewards) if config.rewards else [],
             teacher=teacher,
@@ -329,6 +330,8 @@ def write_comparison(
     """Statistics, report and picture of a whole sweep."""
     from hybrid.comparison import compare_runs
 
+    if not all_sent(folder, [cell.name for cell in cells], parent, console.print):
+        return
     labels = list(dict.fromkeys(cell.label for cell in cells))
     baseline = sweep.baseline or next((label for label in labels if label == "grpo"), labels[0])
     experiment = cells[0].config.tracking.experiment or sweep.name

@@ -1,11 +1,16 @@
 """Makes the teachers that an experiment's `teacher:` block describes."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+from datasets import Dataset
+
+from hybrid.config import ExperimentConfig
 from hybrid.errors import ConfigError, DataError
 from hybrid.methods.base import ViewSpec
 from hybrid.sources import model_folder
@@ -17,12 +22,17 @@ from hybrid.teacher_config import (
     RoutedTeacherConfig,
     SelfTeacherConfig,
     ServedTeacherConfig,
-    TeacherConfig,
+    teachers_of,
 )
 from hybrid.tiny import Progress
 from hybrid.views import PromptStyle, Taught
+from teachers.alignment import AlignedTeacher, paired_ends
+from teachers.cache import CachedTeacher
 from teachers.local import LocalTeacher
 from teachers.protocol import Teacher
+
+STARTED_ENV = "HYBRID_STARTED_TEACHERS"
+"""Tells the processes of a run of the servers that were started for all of them, by teacher; keys stay in files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +46,8 @@ class Making:
       stack: closes what was opened.
       top_k: the largest support that the methods ask for.
       max_length: longest prompt and response together; None is the model's own limit.
+      token_budget: padded tokens of one forward of a model of this process; None for no such limit.
+      chat: the prompts are chats, so a response ends with the end of a turn.
       progress: of making an embedded teacher.
     """
 
@@ -45,40 +57,89 @@ class Making:
     stack: ExitStack
     top_k: int = 0
     max_length: int | None = None
+    token_budget: int | None = None
+    chat: bool = False
     progress: Progress | None = None
+
+    @staticmethod
+    def of(
+        config: ExperimentConfig,
+        stack: ExitStack,
+        *,
+        folder: Path,
+        student: str,
+        chat: bool = False,
+        progress: Progress | None = None,
+    ) -> "Making":
+        """What an experiment's teachers are made with; for the arguments see the attributes."""
+        train = config.train
+        sees_more = config.teacher is not None and any(block.context for block in teachers_of(config.teacher).values())
+        longest = None if train.max_prompt_length is None or sees_more else train.max_prompt_length
+        return Making(
+            temperature=train.temperature,
+            folder=folder,
+            student=student,
+            stack=stack,
+            top_k=largest_support(config),
+            max_length=None if longest is None else longest + train.max_completion_length + 1,
+            token_budget=config.engine.max_tokens_per_micro_batch,
+            chat=chat,
+            progress=progress,
+        )
+
+
+def largest_support(config: ExperimentConfig) -> int:
+    """The most candidates of a token that a method asks a teacher for, its own or the student's; 0 for none."""
+    divergences = [d for method in config.methods.values() for d in method.build().divergences]
+    return max((d.top_k for d in divergences if d.support != "full"), default=0)
+
+
+def largest_own_support(config: ExperimentConfig) -> int:
+    """The largest support of its own that a method asks a teacher for; 0 for none."""
+    divergences = [d for method in config.methods.values() for d in method.build().divergences]
+    return max((d.top_k for d in divergences if d.support in ("teacher", "union")), default=0)
+
+
+def is_chat(prompts: Dataset) -> bool:
+    """Whether prompts are messages rather than plain texts."""
+    return len(prompts) > 0 and not isinstance(prompts[0]["prompt"], str)
 
 
 @contextmanager
 def teacher_of(
-    config: TeacherConfig | None,
+    config: ExperimentConfig,
     *,
-    temperature: float,
     folder: Path,
     student: str,
-    top_k: int = 0,
+    chat: bool = False,
     progress: Progress | None = None,
-) -> Iterator[Any]:
-    """The teacher in a form that `HybridTrainer` takes; closed, and its server stopped, at the end.
+) -> Iterator[Taught | None]:
+    """An experiment's teacher in a form that `HybridTrainer` takes; closed, and its server stopped, at the end.
 
     Args:
-      config: the block; None for no teacher.
-      temperature: see `Making`, as are the following.
-      folder: the run's.
-      student: the student's folder.
-      top_k: the largest support.
+      config: the experiment; without a `teacher:` block there is None.
+      folder: see `Making`, as are the following.
+      student: folder or name.
+      chat: whether prompts are chats.
       progress: of making an embedded teacher.
     """
     with ExitStack() as stack:
-        making = Making(
-            temperature=temperature, folder=folder, student=student, stack=stack, top_k=top_k, progress=progress
-        )
-        if config is None:
+        making = Making.of(config, stack, folder=folder, student=student, chat=chat, progress=progress)
+        block = config.teacher
+        if block is None:
             yield None
-        elif isinstance(config, RoutedTeacherConfig):
-            yield several(config, making)
+        elif isinstance(block, RoutedTeacherConfig):
+            parts = {name: taught(part, name, making) for name, part in block.teachers.items()}
+            yield Taught(teacher=several(block, parts), spec=ViewSpec("teacher"), parts=parts)
         else:
-            teacher = None if isinstance(config, SelfTeacherConfig) else one(config, "teacher", making)
-            yield Taught(teacher=teacher, spec=spec_of(config), style=style_of(config.prompt))
+            yield taught(block, "teacher", making)
+
+
+def taught(config: OneTeacherConfig, name: str, making: Making) -> Taught:
+    """A single teacher with the prompts that it sees."""
+    teacher = None if isinstance(config, SelfTeacherConfig) else one(config, name, making)
+    tokenizer = teacher.tokenizer if isinstance(teacher, AlignedTeacher) else None
+    return Taught(teacher=teacher, spec=spec_of(config), style=style_of(config.prompt), tokenizer=tokenizer)
 
 
 def spec_of(config: OneTeacherConfig) -> ViewSpec:
@@ -117,14 +178,8 @@ def style_of(config: PromptConfig | None) -> PromptStyle | None:
     )
 
 
-def one(config: OneTeacherConfig, name: str, making: Making) -> Teacher:
-    """A single teacher, which the stack closes.
-
-    Raises:
-      ConfigError: the student itself among several teachers.
-    """
-    if isinstance(config, SelfTeacherConfig):
-        raise ConfigError("a self teacher stands alone, not among several teachers")
+def one(config: LocalTeacherConfig | ServedTeacherConfig | RecordedTeacherConfig, name: str, making: Making) -> Teacher:
+    """A single teacher, which the stack closes."""
     if isinstance(config, RecordedTeacherConfig):
         from teachers.recorded import RecordedTeacher
 
@@ -134,6 +189,8 @@ def one(config: OneTeacherConfig, name: str, making: Making) -> Teacher:
     else:
         teacher = local(config, name, making)
     making.stack.callback(teacher.close)
+    if isinstance(config, LocalTeacherConfig | ServedTeacherConfig) and config.cache is not None:
+        teacher = CachedTeacher(teacher, config.cache)
     if isinstance(config, LocalTeacherConfig | ServedTeacherConfig) and config.align:
         return aligned(config, teacher, making)
     return teacher
@@ -149,7 +206,7 @@ def local(config: LocalTeacherConfig, name: str, making: Making) -> Teacher:
         name=name,
         temperature=config.temperature if config.temperature is not None else making.temperature,
         batch_size=config.batch_size,
-        token_budget=config.token_budget,
+        token_budget=config.token_budget if config.token_budget is not None else making.token_budget,
     )
 
 
@@ -160,10 +217,8 @@ def served(config: ServedTeacherConfig, name: str, making: Making) -> Teacher:
     requests = config.requests
     url, model, key_file = config.url, config.model, None
     if config.serve is not None:
-        from teachers.serve import serve
-
-        running = making.stack.enter_context(serve(serve_settings(config, making)))
-        url, model, key_file = running.url, running.model, running.key_file
+        running = orjson.loads(os.environ.get(STARTED_ENV, "{}")).get(name) or started(config, making)
+        url, model, key_file = running["url"], running["model"], running["key_file"]
     assert url is not None
     return VllmTeacher(
         url,
@@ -174,9 +229,45 @@ def served(config: ServedTeacherConfig, name: str, making: Making) -> Teacher:
         window=requests.window,
         timeout_s=requests.timeout_s,
         retries=requests.retries,
+        ca_file=requests.ca_file,
+        compress=requests.compress,
+        vocab_size=ids_known(model),
         policy=config.on_failure,
         temperature=config.temperature if config.temperature is not None else making.temperature,
     )
+
+
+def started(config: ServedTeacherConfig, making: Making) -> dict[str, str]:
+    """How to reach the server of a teacher, which runs from now on until the stack closes."""
+    from teachers.serve import serve
+
+    running = making.stack.enter_context(serve(serve_settings(config, making)))
+    return {"url": running.url, "model": running.model, "key_file": str(running.key_file)}
+
+
+def start_for_all(config: ExperimentConfig, making: Making) -> None:
+    """Starts the servers that a run starts for itself, once for all the processes that are started after this.
+
+    Args:
+      config: the experiment.
+      making: of its teachers; its stack stops the servers.
+    """
+    blocks = {} if config.teacher is None else teachers_of(config.teacher)
+    wanted = {name: b for name, b in blocks.items() if isinstance(b, ServedTeacherConfig) and b.serve is not None}
+    if wanted:
+        table = {name: started(block, making) for name, block in wanted.items()}
+        making.stack.callback(os.environ.pop, STARTED_ENV, None)
+        os.environ[STARTED_ENV] = orjson.dumps(table).decode()
+
+
+def ids_known(model: str) -> int | None:
+    """How many ids a served model knows; None where its configuration cannot be read here, and the server decides."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+    except (OSError, ValueError):
+        return None
 
 
 def serve_settings(config: ServedTeacherConfig, making: Making) -> Any:
@@ -196,20 +287,27 @@ def serve_settings(config: ServedTeacherConfig, making: Making) -> Any:
 
 
 def aligned(config: LocalTeacherConfig | ServedTeacherConfig, teacher: Teacher, making: Making) -> Teacher:
-    """A teacher of another tokenizer, whose scores are brought back to the student's tokens."""
+    """A teacher of another tokenizer: it is given its own prompts, and its scores come back on the student's tokens."""
     from transformers import AutoTokenizer
 
-    from teachers.alignment import AlignedTeacher
-
     student = AutoTokenizer.from_pretrained(making.student)
-    return AlignedTeacher(teacher, student, AutoTokenizer.from_pretrained(config.model))
+    own = AutoTokenizer.from_pretrained(model_folder(config.model, "teacher", making.progress))
+    return AlignedTeacher(
+        teacher, student, own, prompt_of=lambda row: row.prompt_ids, roles=paired_ends(student, own, chat=making.chat)
+    )
 
 
-def several(config: RoutedTeacherConfig, making: Making) -> Teacher:
-    """Several teachers: by a column, or weighted."""
+def several(config: RoutedTeacherConfig, parts: Mapping[str, Taught]) -> Teacher:
+    """Several teachers: by a column, or weighted.
+
+    Raises:
+      ConfigError: the student itself among several teachers.
+    """
     from teachers.router import RoutedTeacher, WeightedTeachers
 
-    teachers = {name: one(part, name, making) for name, part in config.teachers.items()}
+    teachers = {name: part.teacher for name, part in parts.items() if part.teacher is not None}
+    if len(teachers) < len(parts):
+        raise ConfigError("a self teacher stands alone, not among several teachers")
     if config.by is not None:
         return RoutedTeacher(teachers, config.by, default=config.default)
     assert config.weights is not None

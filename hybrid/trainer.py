@@ -4,6 +4,7 @@ The only file that imports trl. The overridden seams (design section 4) are pinn
 Everything TRL's users know stays: `GRPOConfig` fields, reward functions, callbacks, PEFT, VLM datasets.
 """
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from hybrid.checkpoints import PlacedSampler, begin, publish, writing
+from hybrid.asking import prompts_shown, teacher_metrics, together
+from hybrid.checkpoints import PlacedSampler, begin, publish, random_state, set_random_state, writing
 from hybrid.collect import (
     Plan,
     Rollout,
+    asked,
     head_of,
     join,
     score_candidates,
@@ -42,14 +45,17 @@ from hybrid.generation import (
     check_run,
     check_scorers,
     continued,
+    corrected,
     image_inputs,
+    largest_gap,
     narrowed,
     parent_term,
-    rows_of,
+    part_of,
     set_clipping,
     without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
+from hybrid.micro_batches import MicroBatches, Piece, even_pieces, take
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
@@ -59,7 +65,11 @@ from hybrid.skips import Skips
 from hybrid.student import measure_student
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
+from teachers.errors import TeacherError
 from teachers.local import LocalTeacher
+from teachers.protocol import SAMPLED
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "hybrid_state_rank{rank}.pt"
 
@@ -70,9 +80,12 @@ class HybridConfig(GRPOConfig):
 
     Attributes:
       bad_gradients: updates with NaN or infinite gradients are left out; so many in a row stop the run.
+      max_tokens_per_micro_batch: the rows of a forward and backward are sorted by length and cut into micro-batches of
+        at most so many padded tokens, prompt and completion together; None for no such limit.
     """
 
     bad_gradients: int = 10
+    max_tokens_per_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -141,7 +154,10 @@ class HybridTrainer(GRPOTrainer):
       watch: called with a `StepWatch` after each credit assignment (main process); the student's log-probs are then
         measured for every method, so that the record is whole.
       writer: how privileged prompts are written; by default with the student's own template.
+      contexts: own words of privileged contexts by name, in place of those of `teachers/contexts.py`; each is a text
+        that ends with {prompt}.
       progress: told how far generation, scoring and updates of a step are.
+      say: given what a person shall read once, such as a teacher's rendered prompt; None logs it.
 
     All other arguments are TRL's.
 
@@ -173,7 +189,9 @@ class HybridTrainer(GRPOTrainer):
         *,
         watch: Callable[[StepWatch], None] | None = None,
         writer: Writer | None = None,
+        contexts: Mapping[str, str] | None = None,
         progress: Tell | None = None,
+        say: Callable[[str], None] | None = None,
         **trl: Any,
     ) -> None:
         args = args if args is not None else HybridConfig()
@@ -191,24 +209,29 @@ class HybridTrainer(GRPOTrainer):
         self._request: Request | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
+        self._cutting: MicroBatches | None = None
         super().__init__(model, reward_funcs=reward_funcs or [no_reward], args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
+        if args.max_tokens_per_micro_batch is not None:
+            self._cutting = MicroBatches(self)
         add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
         if isinstance(teacher, str | os.PathLike | torch.nn.Module):
-            teacher = scorers_of(teacher, self.temperature, self._processor)
+            teacher = scorers_of(teacher, self.temperature, self._processor, args.max_tokens_per_micro_batch)
         self._make_scorers = partial(
             scorers_for,
             self.plan,
             getattr(self.method, "views", {}),
             teacher,
             student=unwrapped,
-            writer=writer or self._writer(),
+            writer=writer or self._writer(contexts or {}),
             temperature=self.temperature,
             batch_size=args.per_device_train_batch_size,
+            token_budget=args.max_tokens_per_micro_batch,
         )
         self.scorers = self._make_scorers()
         self._bound = False
         self._staging = ""
+        self._say, self._has_shown = say or log.info, False
         self._skips = Skips(args.bad_gradients)
         check_scorers(self.method, self.plan, self.scorers)
         facts = RunFacts(
@@ -224,10 +247,18 @@ class HybridTrainer(GRPOTrainer):
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
 
-    def _writer(self) -> Writer:
+    def _writer(self, contexts: Mapping[str, str]) -> Writer:
         style = PromptStyle(arguments=dict(self.chat_template_kwargs))  # pyright: ignore[reportArgumentType, reportCallIssue]
         judge = judge_of(self.reward_funcs)
-        return Writer(tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge)
+        text_config = self.model.config.get_text_config()
+        return Writer(
+            tokenizer=self._tokenizer,
+            processor=self._processor,
+            style=style,
+            max_length=getattr(text_config, "max_position_embeddings", None),
+            judge=judge,
+            templates=contexts,
+        )
 
     @property
     def _processor(self) -> Any:
@@ -278,7 +309,7 @@ class HybridTrainer(GRPOTrainer):
 
     def measure_rollouts(self, own: Sequence[Rollout]) -> tuple[RolloutBatch, dict[str, Any]]:
         """What is measured of responses, whether finished or not; their contexts see them alone."""
-        return self._measure(as_batch(own, self._tokenizer.pad_token_id, self.accelerator.device), own, own)
+        return self._measure(as_batch(own, self._tokenizer.pad_token_id, self.accelerator.device), own, own, alone=True)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         with self.phases.timed("rewards"):
@@ -287,20 +318,32 @@ class HybridTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        before_generation = random_state()
         with self.phases.counting(self.model, "generation", self.max_completion_length or 0):
             out = super()._generate_and_score_completions(inputs)
         captured, self._captured = self._captured, None
         assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
         own = self._rollouts(out, captured)
         everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
-        batch, scored = self._measure(out, own, everyone)
+        if not self._has_shown and self.accelerator.is_main_process:
+            for text in prompts_shown(self.scorers, own, everyone, self._tokenizer):
+                self._say(text)
+        self._has_shown = True
+        try:
+            batch, scored = self._measure(out, own, everyone)
+        except TeacherError:
+            self._keep(before_generation)
+            raise
         whole = gather_batch(batch, self.accelerator.gather)
         before = self.method_state
         with self.phases.timed("credit"):
             assignment, state = self.objective.assign(whole, before)
         if self.model.training:
             self.method_state = state
-        self._note(assignment, whole, scored)
+        self._note(assignment, scored, batch.student_logprob_BT)
+        if (gap := largest_gap(out, batch.mask_BT)) is not None:
+            gaps = self.accelerator.gather(gap[None])
+            self._metrics["train" if self.model.training else "eval"]["sync/max_abs_gap"].append(float(gaps.max()))
         texts = self._demonstration_logprobs(out, batch) if self.watch is not None else None
         if self.watch is not None and self.accelerator.is_main_process and self.model.training:
             names = list(self.reward_func_names) if self.rewarded else []
@@ -342,17 +385,23 @@ class HybridTrainer(GRPOTrainer):
         return rollouts
 
     def _measure(
-        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout]
+        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout], *, alone: bool = False
     ) -> tuple[RolloutBatch, dict[str, Any]]:
-        """Teacher scores and the student's own log-probs of the rollouts, joined."""
+        """Teacher scores and the student's own log-probs of the rollouts, joined.
+
+        A teacher elsewhere works while the student does. With `alone` the other processes may not measure now.
+        """
+        agreed = (lambda ask: ask()) if alone else together
         mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
         width = mask_BT.shape[1]
         with self.phases.timed("teacher"):
-            scored = score_views(self.plan, self.scorers, own, everyone, width)
+            waiting = {
+                view: asked(self.scorers[view], own, everyone, SAMPLED, width) for view in self.plan.sampled_views
+            }
+            scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
         student = None
         if self.plan.student:
             run = partial(self._run, self.model, out)
-            size = self.args.per_device_train_batch_size
             with self.phases.timed("student"):
                 student = measure_student(
                     run,
@@ -361,11 +410,14 @@ class HybridTrainer(GRPOTrainer):
                     self.plan,
                     scored.get(self.plan.distribution_view),
                     self.temperature,
-                    size,
+                    self._pieces(out),
                 )
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
-            scored[view] = score_candidates(self.scorers[view], own, everyone, student.top, width)
+            top = student.top
+            scored |= agreed(lambda: {view: score_candidates(self.scorers[view], own, everyone, top, width)})
+        with self.phases.timed("teacher"):
+            scored |= agreed(lambda: {view: wait() for view, wait in waiting.items()})
         eos = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         truncated = [bool(r.completion_ids) and r.completion_ids[-1] not in eos for r in own]
         batch = join(
@@ -382,13 +434,20 @@ class HybridTrainer(GRPOTrainer):
         )
         return batch, scored
 
-    def _run(self, model: Any, out: Mapping[str, Any], rows: slice, request: Request) -> dict[str, Tensor]:
+    def _pieces(self, out: Mapping[str, Any]) -> list[Piece]:
+        """What goes through the student at once where nothing is trained."""
+        if self._cutting is None:
+            size = self.args.per_device_train_batch_size
+            return even_pieces(out["completion_mask"], out["prompt_ids"].shape[1], size)
+        return self._cutting.pieces(out, together=self._cutting.is_collective)
+
+    def _run(self, model: Any, out: Mapping[str, Any], piece: Piece, request: Request) -> dict[str, Tensor]:
         """One forward of the (wrapped) student that answers a request."""
-        ids = torch.cat([out["prompt_ids"][rows], out["completion_ids"][rows]], 1)
-        attention = torch.cat([out["prompt_mask"][rows], out["completion_mask"][rows]], 1)
-        images = image_inputs(out, rows)
+        part = take(out, piece)
+        ids = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
+        attention = torch.cat([part["prompt_mask"], part["completion_mask"]], 1)
         with self.accelerator.autocast():
-            return model(input_ids=ids, attention_mask=attention, distribution=request, **images)
+            return model(input_ids=ids, attention_mask=attention, distribution=request, **image_inputs(part))
 
     def _local(
         self, assignment: Assignment, batch: RolloutBatch, scored: dict[str, Any], out: dict[str, Any]
@@ -396,7 +455,8 @@ class HybridTrainer(GRPOTrainer):
         """This process's rows of the global credit at its own width, and the advantage for TRL's surrogate."""
         first = self.accelerator.process_index * len(batch.group_B)
         rows, width = slice(first, first + len(batch.group_B)), batch.mask_BT.shape[1]
-        terms = tuple(narrowed(take_rows(term, rows), width, term.share_BT.shape[1]) for term in assignment.terms)
+        width_U = 0 if batch.demonstration is None else batch.demonstration.ids_BU.shape[1]
+        terms = narrowed([take_rows(term, rows) for term in assignment.terms], self.objective, width, width_U)
         generation = Generation(Assignment(terms, assignment.metrics), batch, scored)
         if self._parent_term is not None:
             generation.policy_value_BT = self._parent_advantage(terms, batch, out)
@@ -417,7 +477,7 @@ class HybridTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if self._request is None:
-            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            result = self._plain_logps(model, *args, **kwargs)
             if self._pass is not None:
                 self._pass["logprobs"] = result[0]
             return result
@@ -429,21 +489,40 @@ class HybridTrainer(GRPOTrainer):
         assert self._pass is not None
         return self._pass["logprobs"], self._pass["entropies"].detach(), None
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _plain_logps(self, model: Any, ids: Tensor, attention: Tensor, width: int, *more: Any, **options: Any) -> Any:
+        """TRL's own forward, cut to the budget where nothing is trained."""
+        plain = super()._get_per_token_logps_and_entropies
+        if self._cutting is None or torch.is_grad_enabled():
+            return plain(model, ids, attention, width, *more, **options)
+        return self._cutting.logps(partial(plain, model), ids, attention, width, options)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """TRL's, or piece after piece where a budget of tokens is set; see `hybrid.micro_batches`."""
+        if self._cutting is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self._cutting.loss(model, inputs, self._generation_now())
+
+    def _generation_now(self) -> Generation:
         generation = self._generation if self.model.training else self._evaluated
         assert generation is not None, "a generation batch was scored before its loss"
-        rows = inputs["hybrid_row"]
-        batch, assignment = generation.batch.rows(rows), rows_of(generation.assignment, rows)
+        return generation
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        generation, rows, width = self._generation_now(), inputs["hybrid_row"], inputs["completion_ids"].shape[1]
+        batch, assignment = part_of(generation.batch, generation.assignment, self.objective, rows, width)
         self._pass = {}
         self._request = self._loss_request(inputs, batch, generation, rows)
         if generation.policy_value_BT is not None:
-            advantages = generation.policy_value_BT[rows]
+            advantages = generation.policy_value_BT[rows, :width]
         else:
             advantages = torch.zeros_like(batch.mask_BT, dtype=torch.float32)
         loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
         measured, self._pass = self._pass, None
         student = self._student_pass(model, inputs, batch, assignment, measured)
         old_BT = inputs.get("old_per_token_logps")
+        assignment = corrected(assignment, self.objective, inputs.get("importance_sampling_ratio"), self._parent_term)
         batch = replace(batch, student_logprob_BT=student.logprob_BT.detach() if old_BT is None else old_BT)
         own = self.objective.loss(assignment, batch, student)
         scale = self._micro_batches()
@@ -451,7 +530,7 @@ class HybridTrainer(GRPOTrainer):
         per_generation = self.args.steps_per_generation or 1
         self.phases.tell("update", self._step % per_generation + 1, per_generation)
         kept = own.kl + own.sft + (own.policy if self._parent_term is None else 0)
-        return loss + kept * self.accelerator.num_processes * scale
+        return loss * inputs.get("hybrid_share", 1.0) + kept * self.accelerator.num_processes * scale
 
     def _micro_batches(self) -> float:
         """Micro-batches of a generation batch per micro-batch of an optimizer step; TRL's own rescaling (dapo)."""
@@ -474,7 +553,7 @@ class HybridTrainer(GRPOTrainer):
             mask_BT=batch.mask_BT,
             temperature=self.temperature,
             divergences=self.objective.divergences,
-            teacher_hidden_BTH=None if hidden is None else hidden.to(rows.device)[rows],
+            teacher_hidden_BTH=None if hidden is None else hidden.to(rows.device)[rows, : batch.mask_BT.shape[1]],
             teacher_head=None if scores is None else scores.head,
             support_ids_BTK=None if teacher is None else teacher.top_ids_BTK,
             support_logprob_BTK=None if teacher is None else teacher.top_logprob_BTK,
@@ -511,9 +590,9 @@ class HybridTrainer(GRPOTrainer):
         ids = torch.cat([inputs["prompt_ids"], demonstration.ids_BU], 1)
         attention = torch.cat([inputs["prompt_mask"], mask], 1)
         width = demonstration.ids_BU.shape[1]
-        images = continued(image_inputs(inputs, slice(None)), inputs["prompt_ids"].shape[1], width)
+        images = continued(image_inputs(inputs), inputs["prompt_ids"].shape[1], width)
         images |= {key: inputs[key] for key in ("num_images", "num_tiles") if inputs.get(key) is not None}
-        return super()._get_per_token_logps_and_entropies(model, ids, attention, width, **images)[0]
+        return self._plain_logps(model, ids, attention, width, **images)[0]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm: Any = super()._get_grad_norm(model, grad_norm)
@@ -530,7 +609,7 @@ class HybridTrainer(GRPOTrainer):
 
     # --- what is noted ----------------------------------------------------------------------------------------------
 
-    def _note(self, assignment: Assignment, whole: RolloutBatch, scored: Mapping[str, Any]) -> None:
+    def _note(self, assignment: Assignment, scored: Mapping[str, Any], student_logprob_BT: Tensor | None) -> None:
         """Credit's metrics (already global) and what the teachers cost."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, seconds in self.phases.take().items():
@@ -538,13 +617,8 @@ class HybridTrainer(GRPOTrainer):
         for name, (total, count) in assignment.metrics.items():
             if count:
                 metrics[name].append(total / count)
-        for name, scores in scored.items():
-            failed = torch.tensor([len(scores.failures)], device=whole.mask_BT.device)
-            metrics[f"{name}/failed_rows"].append(float(self.accelerator.gather(failed).sum()))
-            for key, value in scores.stats.items():
-                if key != "failed_rows":
-                    total = self.accelerator.gather(torch.tensor([float(value)], device=whole.mask_BT.device)).sum()
-                    metrics[f"{name}/{key}"].append(float(total))
+        for name, value in teacher_metrics(scored, student_logprob_BT).items():
+            metrics[name].append(value)
 
     def _log_terms(self, own: Any) -> None:
         """The three sums over the whole generation batch, as `hybrid explain` would print them."""
@@ -577,6 +651,15 @@ class HybridTrainer(GRPOTrainer):
             folder.mkdir(exist_ok=True)
             torch.save(self._own_state(), folder / STATE_FILE.format(rank=self.accelerator.process_index))
             publish(folder, root, self.args.save_total_limit)
+
+    def _keep(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint of this moment, between two updates, from which the step that could not be made comes again."""
+        root, step = Path(super()._get_output_dir(None)), self.state.global_step
+        starts_afresh = self._step % ((self.args.steps_per_generation or 1) * self.num_iterations) == 0
+        if self.model.training and step and starts_afresh and not (root / f"checkpoint-{step}").exists():
+            set_random_state(state)
+            self._save_checkpoint(self.model_wrapped, None)
+            self._say(f"the teacher failed; a checkpoint of step {step} is kept, from which --resume goes on")
 
     def _own_state(self) -> dict[str, Any]:
         """What a resumed run needs beside TRL's state; rollouts only where they will be used again."""

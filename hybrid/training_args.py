@@ -1,5 +1,6 @@
 """An experiment's settings as TRL's training arguments."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from hybrid.config import ExperimentConfig
 from hybrid.engine import Work, deepspeed_settings, this_rank
+from hybrid.errors import ConfigError
 from hybrid.methods import MethodConfig
 from hybrid.trainer import HybridConfig
 
@@ -53,9 +55,57 @@ def training_args(
         "bf16": bf16,
         "reward_weights": list(reward_weights) or None,
         "bad_gradients": config.engine.bad_gradients,
+        "max_tokens_per_micro_batch": config.engine.max_tokens_per_micro_batch,
     }
+    settings |= rollout_settings(config)
     if config.engine.kind == "deepspeed":
         settings["deepspeed"] = deepspeed_settings(
             config, micro_batch=work.micro_batch, accumulation=work.accumulation, bf16=bf16
         )
     return HybridConfig(**(settings | dict(train.trl)))
+
+
+def rollout_settings(config: ExperimentConfig) -> dict[str, Any]:
+    """TRL's fields for what generates the responses; none where the training processes do it themselves.
+
+    The correction is token by token and truncated by default: TRL's own default masks whole sequences whose engine
+    drifted from the trainer, and would throw the teacher's signal on all their tokens away with them.
+
+    Raises:
+      ConfigError: vLLM is wanted and not installed here.
+    """
+    rollouts, train = config.engine.rollouts, config.train
+    if rollouts.engine == "transformers":
+        return {}
+    needs_vllm(config)
+    corrects = rollouts.correction != "none"
+    settings: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": rollouts.engine.removeprefix("vllm_"),
+        "vllm_importance_sampling_correction": corrects,
+        "vllm_importance_sampling_clip_max": rollouts.correction_max,
+    }
+    if corrects:
+        settings["vllm_importance_sampling_mode"] = rollouts.correction
+    if rollouts.engine == "vllm_server":
+        return settings | {"vllm_server_base_url": rollouts.url}
+    if train.max_prompt_length is not None:
+        settings["vllm_max_model_length"] = train.max_prompt_length + train.max_completion_length
+    return settings | {
+        "vllm_gpu_memory_utilization": rollouts.gpu_memory,
+        "vllm_tensor_parallel_size": rollouts.tensor_parallel,
+    }
+
+
+def needs_vllm(config: ExperimentConfig) -> None:
+    """Refuses vLLM rollouts where vLLM is not installed, before a model is loaded.
+
+    Raises:
+      ConfigError: says what to install.
+    """
+    engine = config.engine.rollouts.engine
+    if engine != "transformers" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine.rollouts.engine: {engine} needs vLLM beside the trainer, and it is not installed here: "
+            "pip install 'hybrid-rl[vllm]', or generate with engine: transformers"
+        )

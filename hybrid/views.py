@@ -45,6 +45,7 @@ class Writer:
       judge: of the run's verifier; None where no reward reads an answer.
       answer_column: column of the reference answer.
       success_at: a reward of at least this is a right answer (SIPO's success threshold).
+      templates: own words of contexts by name, each a text that ends with {prompt}; others are `TEMPLATES`.
     """
 
     tokenizer: Any
@@ -54,6 +55,15 @@ class Writer:
     judge: Judge | None = None
     answer_column: str = "answer"
     success_at: float = 0.5
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+    def template(self, name: str) -> str:
+        """The block that stands before the prompt in the context of that name.
+
+        Raises:
+          ConfigError: own words that do not end with {prompt}.
+        """
+        return before_prompt(self.templates[name]) if name in self.templates else TEMPLATES[name]
 
     def write(self, rollout: Rollout, block: str) -> ContextPrompt:
         """The prompt of a row with a privileged block before it."""
@@ -74,9 +84,10 @@ class Writer:
         """The reference answer, as the data set writes it."""
         return column(rollout, self.answer_column)
 
-    def correct(self, rollout: Rollout) -> bool | None:
-        """The verifier's outcome; None for an unscored response."""
-        return None if rollout.reward != rollout.reward else rollout.reward >= self.success_at
+    def correct(self, rollout: Rollout, options: Mapping[str, Any]) -> bool | None:
+        """The verifier's outcome; None for an unscored response. A view's own threshold is its option `thr`."""
+        thr = float(options.get("thr", self.success_at))
+        return None if rollout.reward != rollout.reward else rollout.reward >= thr
 
     def judged(self, rollout: Rollout) -> str | None:
         """The answer that the verifier read.
@@ -100,11 +111,34 @@ class Taught:
       teacher: who scores; None is the student itself, by the options of `spec`.
       spec: the context, and which weights of the student.
       style: how the teacher's prompts are rendered; None is like the student's.
+      tokenizer: the teacher's, where it has another than the student and is given prompts in its own ids.
+      parts: the single teachers of a router by name, each with what it sees.
     """
 
     teacher: Teacher | None
     spec: ViewSpec
     style: PromptStyle | None = None
+    tokenizer: Any = None
+    parts: Mapping[str, "Taught"] = field(default_factory=dict)
+
+    @property
+    def sees_the_same(self) -> bool:
+        """Whether the teacher's prompt is the student's, id by id."""
+        return self.spec.context is None and self.style is None and self.tokenizer is None
+
+    def writer(self, student: Writer) -> Writer:
+        """What writes this teacher's prompts; another tokenizer ends them in its own way, with its own template."""
+        if self.tokenizer is None:
+            return student if self.style is None else replace(student, style=self.style)
+        style = self.style or PromptStyle(arguments=student.style.arguments)
+        return replace(student, tokenizer=self.tokenizer, style=replace(style, ends_differently=True))
+
+    def context(self, student: Writer) -> Context:
+        """The prompts under which this teacher sees responses."""
+        written = self.writer(student)
+        if self.spec.context is not None or self.sees_the_same:
+            return context_of(self.spec, written)
+        return block_context(written, lambda rollout, group: "")
 
 
 def column(rollout: Rollout, name: str) -> str:
@@ -152,16 +186,16 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
 
     def from_answers(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
         reference = writer.answer(rollout)
-        judged, correct = [writer.judged(r) for r in group], [writer.correct(r) for r in group]
+        judged, correct = [writer.judged(r) for r in group], [writer.correct(r, options) for r in group]
         pair = contrast_answers(judged, correct, reference, negative, unjudged)[place(rollout, group)]
-        return None if pair is None else fill(TEMPLATES["reference_answer"], {"answer": pair[side]})
+        return None if pair is None else fill(writer.template("reference_answer"), {"answer": pair[side]})
 
     def from_siblings(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-        correct = [writer.correct(r) for r in group]
+        correct = [writer.correct(r, options) for r in group]
         pair = contrast_trajectories([r.text for r in group], correct)[place(rollout, group)]
         if pair is None:
             return None
-        return fill(TEMPLATES["sibling_solution"], {"solution": without_thinking(group[pair[side]].text)})
+        return fill(writer.template("sibling_solution"), {"solution": without_thinking(group[pair[side]].text)})
 
     def block(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
         if kind == "answer":
@@ -172,12 +206,12 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
     return block_context(writer, block)
 
 
-def all_wrong_only(inner: Context, writer: Writer) -> Context:
-    """The same prompts, but only for groups of which no response is right: the others need no score (RSTG)."""
+def all_wrong_only(inner: Context, fail_thr: float) -> Context:
+    """The same prompts, but only for groups without a reward above `fail_thr`: the others need no score (RSTG)."""
 
     def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
         groups = groups_of(own, everyone)
-        failed = {group for group, rows in groups.items() if not any(writer.correct(row) for row in rows)}
+        failed = {group for group, rows in groups.items() if not any(row.reward > fail_thr for row in rows)}
         prompts = inner(own, everyone)
         return [prompt if r.group in failed else None for r, prompt in zip(own, prompts, strict=True)]
 
@@ -189,11 +223,11 @@ def place(rollout: Rollout, group: Sequence[Rollout]) -> int:
     return [r.position for r in group].index(rollout.position)
 
 
-def sibling(writer: Writer, *, right: bool, template: str) -> Context:
+def sibling(writer: Writer, options: Mapping[str, Any], *, right: bool, template: str) -> Context:
     """Shows another response of the group: one that was right, or one that was wrong, to be corrected."""
 
     def block(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-        others = [r for r in group if r.position != rollout.position and writer.correct(r) is right]
+        others = [r for r in group if r.position != rollout.position and writer.correct(r, options) is right]
         others = [r for r in others if without_thinking(r.text)]
         if not others:
             return None
@@ -283,7 +317,7 @@ def context_of(spec: ViewSpec, writer: Writer) -> Context:
     template = options.get("template")
 
     def block_template(name: str) -> str:
-        return before_prompt(str(template)) if template is not None else TEMPLATES[name]
+        return before_prompt(str(template)) if template is not None else writer.template(name)
 
     if spec.context is None:
         return unchanged
@@ -295,7 +329,8 @@ def context_of(spec: ViewSpec, writer: Writer) -> Context:
         return from_column(writer, str(options["column"]))
     if spec.context in ("sibling", "reflection"):
         right = spec.context == "sibling"
-        return sibling(writer, right=right, template=block_template("sibling_solution" if right else "reflection"))
+        words = block_template("sibling_solution" if right else "reflection")
+        return sibling(writer, options, right=right, template=words)
     if spec.context in ("answer", "hint", "instruction"):
         name = {"answer": "reference_answer"}.get(spec.context, spec.context)
         text, source = block_template(name), str(options.get("column") or writer.answer_column)
@@ -350,6 +385,7 @@ def scorers_for(
     writer: Writer,
     temperature: float,
     batch_size: int,
+    token_budget: int | None = None,
     forward_module: nn.Module | None = None,
 ) -> dict[str, Scorer]:
     """A scorer for each view that the plan reads.
@@ -362,14 +398,15 @@ def scorers_for(
       student: the student's module, without wrappers.
       writer: of privileged prompts.
       temperature: at which log-probs are compared.
-      batch_size: rows of one forward of a self teacher.
+      batch_size: rows of one forward of a self teacher, and
+      token_budget: its padded tokens; None for no such limit.
       forward_module: the student as wrapped, where a self teacher's forward must go through the wrapper.
 
     Raises:
       ConfigError: a live self teacher under the student's own prompt, whose gap is zero everywhere.
     """
     given = dict(teacher) if isinstance(teacher, Mapping) else {}
-    settings = ScoreSettings(temperature=temperature, batch_size=batch_size)
+    settings = ScoreSettings(temperature=temperature, batch_size=batch_size, token_budget=token_budget)
     selves: dict[tuple[Any, ...], Teacher] = {}
 
     def own(options: Mapping[str, Any]) -> Teacher:
@@ -380,14 +417,16 @@ def scorers_for(
 
     if isinstance(teacher, ViewSpec):
         teacher = Taught(teacher=None, spec=teacher)
+    told = writer
     if isinstance(teacher, Taught):
-        given = {"teacher": taught_scorer(teacher, writer, own)}
+        given, told = {"teacher": taught_scorer(teacher, writer, own)}, teacher.writer(writer)
     elif not given:
         given = scorers_of(teacher, temperature)
     scorers = dict(given)
     for view in plan.views:
         spec = specs.get(view)
-        if spec is not None and (scorer := view_scorer(spec, scorers.get(view), given.get("teacher"), writer, own)):
+        write = writer if spec is None or spec.scorer == "self" else told
+        if spec is not None and (scorer := view_scorer(spec, scorers.get(view), given.get("teacher"), write, own)):
             scorers[view] = scorer
     return scorers
 
@@ -402,7 +441,7 @@ def view_scorer(
     """The scorer of a view that a method specifies; the present one, if any, wins, and may be kept to some rows."""
     if present is not None:
         if spec.options.get("rows") == "all_wrong":
-            return replace(present, context=all_wrong_only(present.context, writer))
+            return replace(present, context=all_wrong_only(present.context, float(spec.options["fail_thr"])))
         return present
     if spec.scorer == "self":
         return Scorer(teacher=own(spec.options), context=context_of(spec, writer))
@@ -417,17 +456,29 @@ def taught_scorer(taught: Taught, writer: Writer, own: Callable[[Mapping[str, An
     Raises:
       ConfigError: the live student under its own prompt, whose gap is zero everywhere.
     """
-    spec, style = taught.spec, taught.style
-    if taught.teacher is None and spec.context is None and style is None and spec.options.get("sync", "live") == "live":
+    spec = taught.spec
+    if taught.teacher is None and taught.sees_the_same and spec.options.get("sync", "live") == "live":
         raise ConfigError(
             "the teacher is the live student under its own prompt, so the distillation signal is identically zero; "
             "give it a context, or sync: snapshot, ema or base"
         )
-    written = writer if style is None else replace(writer, style=style)
-    context = context_of(spec, written)
-    if spec.context is None and style is not None:
-        context = block_context(written, lambda rollout, group: "")
+    context = taught.context(writer)
+    if own_views := {name: part.context(writer) for name, part in taught.parts.items() if not part.sees_the_same}:
+        context = several_contexts(context, own_views)
     return Scorer(teacher=taught.teacher or own(spec.options), context=context)
+
+
+def several_contexts(shared: Context, single: Mapping[str, Context]) -> Context:
+    """One context for several teachers, of which some have their own."""
+
+    def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
+        prompts = {name: part(own, everyone) for name, part in single.items()}
+        return [
+            None if prompt is None else replace(prompt, seen_by={name: seen[i] for name, seen in prompts.items()})
+            for i, prompt in enumerate(shared(own, everyone))
+        ]
+
+    return context
 
 
 def judge_of(rewards: Sequence[Any]) -> Judge | None:

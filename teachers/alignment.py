@@ -191,6 +191,9 @@ class AlignedTeacher:
     """Scores a student of another tokenizer with `inner`, on sampled tokens; see this module for how.
 
     `stats` gains "aligned_tokens", "unaligned_tokens", "spans" and "teacher_tokens".
+
+    Attributes:
+      tokenizer: the teacher's.
     """
 
     def __init__(
@@ -220,11 +223,13 @@ class AlignedTeacher:
         """
         self.name = inner.name if name is None else name
         self.inner = inner
+        self.is_remote = getattr(inner, "is_remote", False)
         self.needs_extra_tokens = getattr(inner, "needs_extra_tokens", 0)
+        self.tokenizer = teacher_tokenizer
         self._student, self._teacher = TokenBytes(student_tokenizer), TokenBytes(teacher_tokenizer)
         self._prompt_of = prompt_of or self._plain_prompt
-        ends = (student_tokenizer.eos_token_id, teacher_tokenizer.eos_token_id)
-        self._roles = dict(roles) if roles is not None else {} if None in ends else dict([ends])
+        own = paired_ends(student_tokenizer, teacher_tokenizer) if roles is None else roles
+        self._roles = dict(own)
 
     def score(self, rows: Sequence[Row], want: Want = SAMPLED) -> TeacherScores:
         """Scores the sampled tokens; see `TeacherScores`.
@@ -297,6 +302,34 @@ class AlignedTeacher:
             stats={**scored.stats, **counts, "failed_rows": len(failures)},
             span_ids_BT=torch.from_numpy(span_BT).to(device),
         )
+
+
+def paired_ends(student: Any, teacher: Any, *, chat: bool = False) -> dict[int, int]:
+    """The teacher's id for the special tokens with which a student ends a response.
+
+    Args:
+      student: a tokenizer of transformers.
+      teacher: likewise.
+      chat: responses are turns of a chat, so that the ends of a turn belong together, as far as both chat templates
+        have one.
+
+    Returns:
+      Teacher ids by student id; of ends of sequence, and of ends of a turn, which go first where they are the same.
+    """
+    pairs = [(student.eos_token_id, teacher.eos_token_id)]
+    if chat and student.chat_template and teacher.chat_template:
+        pairs.append((end_of_turn(student), end_of_turn(teacher)))
+    return {own: other for own, other in pairs if own is not None and other is not None}
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that a chat template sets right behind an answer; None where there is none."""
+    answer = "yes"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    behind = text[text.rindex(answer) + len(answer) :]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids[:1] if i in TokenBytes(tokenizer).special), None)
 
 
 def spread_gap_evenly(scores: TeacherScores, student_logprob_BT: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:

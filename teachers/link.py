@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -103,6 +103,23 @@ def read_api_key(env: str, file: str | os.PathLike[str] | None) -> str | None:
     return key
 
 
+def trusted(ca_file: str | None) -> ssl.SSLContext | Literal[True]:
+    """What a server's certificate is verified against; True is the system's.
+
+    Raises:
+      TeacherError: the file cannot be read, or holds no certificate.
+    """
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl's own errors too
+        raise TeacherError(
+            f"ca_file {ca_file} cannot be used ({error.strerror or error}); name a readable file of certificates in "
+            "PEM form, or leave it out for the system's"
+        ) from error
+
+
 def checked_urls(url: str | Sequence[str]) -> tuple[str, ...]:
     """Addresses without a trailing slash or /v1.
 
@@ -187,7 +204,7 @@ class Link:
                 headers["Authorization"] = f"Bearer {settings.api_key}"
             if not settings.wants_compression:
                 headers["Accept-Encoding"] = "identity"
-            tls = ssl.create_default_context(cafile=settings.ca_file) if settings.ca_file else True
+            tls = trusted(settings.ca_file)
             connector = aiohttp.TCPConnector(limit=settings.connections, keepalive_timeout=KEEP_ALIVE_S, ssl=tls)
             self._session = aiohttp.ClientSession(
                 connector=connector,

@@ -19,12 +19,19 @@ class Row:
       completion_ids: the student's sampled ids, without padding; may be empty.
       images: PIL images that the prompt's image tokens stand for, in order.
       labels: columns of the data set, by which a router chooses.
+      seen_by: the row as single teachers of a router see it, by their names, where that differs; None is: that teacher
+        has nothing to look at.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     images: tuple[Any, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
+    seen_by: tuple[tuple[str, "Row | None"], ...] = ()
+
+    def seen(self, teacher: str) -> "Row | None":
+        """This row as one of a router's teachers sees it; None where it has nothing to look at."""
+        return dict(self.seen_by).get(teacher, self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,12 @@ class RoutedTeacher:
                 "distribution; use a method on sampled tokens, top_k or candidates"
             )
         names = [self.teacher_of(i, row) for i, row in enumerate(rows)]
-        chosen = {name: [i for i, own in enumerate(names) if own == name] for name in self.teachers}
+        shown = [row.seen(name) for row, name in zip(rows, names, strict=True)]
+        chosen = {
+            name: [i for i, own in enumerate(names) if own == name and shown[i] is not None] for name in self.teachers
+        }
         questions = [
-            (teacher, [rows[i] for i in chosen[name]], _part_of(want, chosen[name]))
+            (teacher, [row for i in chosen[name] if (row := shown[i]) is not None], _part_of(want, chosen[name]))
             for name, teacher in self.teachers.items()
         ]
         answers = dict(zip(self.teachers, _asked(questions), strict=True))
@@ -117,7 +120,8 @@ class WeightedTeachers:
         mixture:   log sum_i w_i p_i(y)        the log-prob of drawing a teacher first and then the token from it
 
     `mixture` is a distribution over tokens; `log_mean` is one up to a constant per position, and the default, for it is
-    what adding the teachers' terms to one objective gives. A token counts where every teacher scored it.
+    what adding the teachers' terms to one objective gives. A token counts where every teacher scored it, so a row in
+    which one of them has nothing to look at is not asked about.
     """
 
     def __init__(self, teachers: Sequence[tuple[float, Teacher]], *, rule: Rule = "log_mean", name: str = "weighted"):
@@ -156,7 +160,13 @@ class WeightedTeachers:
                 f"weighted teachers {self.name!r} combine log-probs of sampled tokens alone: their supports differ. "
                 "Use a method on sampled tokens, route each row to one teacher, or give each teacher a term of its own"
             )
-        answers = dict(zip(self.teachers, _asked([(t, rows, SAMPLED) for _, t in self.teachers.values()]), strict=True))
+        shown = [[row.seen(name) for name in self.teachers] for row in rows]
+        picked = [i for i, row in enumerate(shown) if None not in row]
+        questions = [
+            (teacher, [row for i in picked if (row := shown[i][k]) is not None], SAMPLED)
+            for k, (_, teacher) in enumerate(self.teachers.values())
+        ]
+        answers = dict(zip(self.teachers, _asked(questions), strict=True))
         temperature = _one_temperature(answers)
         device = _device(answers)
         parts = {name: _with_nan(scores).to(device) for name, scores in answers.items()}
@@ -166,7 +176,7 @@ class WeightedTeachers:
         failures = {
             i: f"{name}: {reason}" for name, scores in answers.items() for i, reason in sorted(scores.failures.items())
         }
-        return TeacherScores(
+        scores = TeacherScores(
             logprob_BT=logprob_BT.nan_to_num(0.0),
             valid_BT=valid_BT,
             temperature=temperature,
@@ -174,6 +184,7 @@ class WeightedTeachers:
             stats=_stats(answers),
             parts=parts,
         )
+        return scores.placed(picked, len(rows), max((len(row.completion_ids) for row in rows), default=0))
 
     def close(self) -> None:
         """Closes all teachers."""

@@ -3,8 +3,8 @@
 Shape letters: B responses, T completion tokens (right-padded), K support, H hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,3 +52,35 @@ class TeacherScores:
             raise ValueError("these scores have no top-k support; ask the teacher for top_k")
         mass_BT = self.top_logprob_BTK.double().exp().sum(-1).clamp(max=1.0)
         return torch.log1p(-mass_BT).to(self.top_logprob_BTK.dtype)
+
+    def placed(self, picked: Sequence[int], num_rows: int, width: int) -> "TeacherScores":
+        """These scores as some rows among `num_rows`, padded or cut to `width` tokens; the other rows have none.
+
+        Args:
+          picked: the place of each of these rows.
+          num_rows: B of the result.
+          width: T of the result.
+        """
+
+        def place(value: Tensor | None, fill: float) -> Tensor | None:
+            if value is None:
+                return None
+            out = value.new_full((num_rows, width, *value.shape[2:]), fill)
+            shared = min(width, value.shape[1])
+            out[list(picked), :shared] = value[:, :shared]
+            return out
+
+        logprob_BT, valid_BT = place(self.logprob_BT, 0), place(self.valid_BT, False)
+        assert logprob_BT is not None
+        assert valid_BT is not None
+        return replace(
+            self,
+            logprob_BT=logprob_BT,
+            valid_BT=valid_BT,
+            top_ids_BTK=place(self.top_ids_BTK, -1),
+            top_logprob_BTK=place(self.top_logprob_BTK, -torch.inf),
+            hidden_BTH=place(self.hidden_BTH, 0),
+            failures={picked[row]: reason for row, reason in self.failures.items()},
+            span_ids_BT=place(self.span_ids_BT, -1),
+            parts={name: part for name, value in self.parts.items() if (part := place(value, torch.nan)) is not None},
+        )

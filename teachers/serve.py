@@ -51,8 +51,7 @@ class ServeConfig:
       python: an interpreter that has vLLM; None for the one in the environment variable HYBRID_VLLM_PYTHON, else the
         one behind the `vllm` command.
       device: "cuda", "cpu", or "auto" for the first where there is a GPU.
-      gpus: the GPUs that it may use, e.g. "6,7"; several share the model. None for the machine's first, or for what
-        `flags` say.
+      gpus: the GPUs that it may use, e.g. "6,7"; several share the model. None leaves the environment as it is.
       port: 0 takes a free one.
       max_model_len: prompt, completion and one token more; None for the model's own.
       max_logprobs: the largest top_k that a method asks for.
@@ -61,7 +60,6 @@ class ServeConfig:
       start_timeout_s: seconds until it must score.
       log_file: where the server's output goes; None for a file that goes with the server.
       flags: further arguments of `vllm serve`, e.g. ("--tensor-parallel-size", "2").
-      gpus: the GPUs that the server sees, e.g. "6,7"; None leaves the environment as it is.
     """
 
     model: str
@@ -77,7 +75,6 @@ class ServeConfig:
     start_timeout_s: float = 900.0
     log_file: str | os.PathLike[str] | None = None
     flags: tuple[str, ...] = ()
-    gpus: str | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -178,8 +175,6 @@ def server_environment(config: ServeConfig, api_key: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
     environment.pop(KEY_ENV, None)
     environment |= {"VLLM_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if config.gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = config.gpus
     if Path(config.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if config.gpus is not None:
@@ -215,6 +210,7 @@ def serve(config: ServeConfig) -> Iterator[Served]:
             file.write(key)
         log_file = Path(config.log_file or Path(folder) / "server.log")
         log.info("serving the teacher: %s", shlex.join(command))
+        log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-I", keeper.__file__, folder, *command],

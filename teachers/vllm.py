@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from teachers import wire
 from teachers.asking import Run, assembled, check_rows, unique_asks
 from teachers.errors import TeacherCannot, TeacherError, TeacherMismatch, TeacherUnavailable
-from teachers.link import AskAgain, Link, LinkSettings, Refused, answer, checked_urls, read_api_key, stream
+from teachers.link import AskAgain, Link, LinkSettings, Refused, answer, checked_urls, read_api_key, stream, trusted
 from teachers.protocol import SAMPLED, Row, Want
 from teachers.replicas import Replica, Replicas, ServerFacts
 from teachers.scores import TeacherScores
@@ -30,6 +30,9 @@ class VllmTeacher:
 
     needs_extra_tokens = 1
     """A server generates one token after each row that it scores."""
+
+    is_remote = True
+    """It works while this process does something else."""
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class VllmTeacher:
         for setting, value in {**positive, "retries": retries + 1, "backoff_s": backoff_s + 1}.items():
             if value <= 0 or (setting == "backoff_s" and value < 1):
                 raise TeacherError(f"{setting} of teacher {name!r} is too small")
+        trusted(ca_file)  # a wrong file is told of now, not at the first request
         self.name = name
         self._settings = LinkSettings(
             urls=checked_urls(url),

@@ -158,10 +158,52 @@ def test_a_completion_that_leaves_no_room(broken):
             "seed: 0\nengine: {kind: deepspeed, config_file: none.json}",
             "engine.config_file: 'none.json' cannot be",
         ),
+        (
+            "seed: 0",
+            "seed: 0\ntracking: {folder: broken.yaml/runs}",
+            "tracking.folder: nothing can be written to 'broken.yaml/runs': ",
+        ),
+        (
+            "seed: 0",
+            "seed: 0\ntracking: {uri: 'mlfow://here'}",
+            "tracking.uri: the MLflow store 'mlfow://here' cannot be used",
+        ),
     ],
 )
 def test_other_things_that_are_not_there(broken, old, new, message):
     complaint, _ = broken(old, new)
+    assert message in complaint
+    assert "\n" not in complaint
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "mix, parts: [{weight: -1, method: {name: grpo}}]",
+            "parts.0.weight: is a weight, which is not negative; got -1",
+        ),
+        (
+            "mix, parts: [{weight: {start: 1, end: -1, steps: 9}, method: {name: grpo}}]",
+            "parts.0.weight: is a weight, which is not negative; got -1",
+        ),
+        ("mix, parts: [{weight: 0, method: {name: grpo}}]", "mix: every weight is 0, so nothing would be trained"),
+        (
+            "mix, parts: [{method: {name: kat}}, {weight: 2, method: {name: kat, window: 8}}]",
+            "mix: kat stands in two parts and keeps a state, which only one part can; take one out",
+        ),
+        ("mix, parts: []", "mix.parts: should have at least 1 item"),
+        ("mix, parts: [{method: {name: mix, parts: []}}]", "parts.0.method.name: there is no 'mix'"),
+        ("kdrl, beta: -0.1", "kdrl.beta: is a weight, which is not negative; got -0.1"),
+        ("sdpo, w: 1.5", "sdpo.w: is a share, which lies between 0 and 1"),
+        ("sdpo, w: {start: 0, end: 2, steps: 3}", "sdpo.w: is a share, which lies between 0 and 1"),
+        ("grpo_opd, coef: -1", "grpo_opd.coef: is a weight, which is not negative"),
+        ("shaping, coef: -1", "shaping.coef: is a weight, which is not negative"),
+    ],
+)
+def test_a_mixture_without_a_meaning(broken, method, message):
+    complaint, place = broken("method: {name: opdvr}", f"method: {{name: {method}}}")
+    assert complaint.startswith(f"{place}: method.")
     assert message in complaint
     assert "\n" not in complaint
 
