@@ -55,14 +55,14 @@ from hybrid.generation import (
     without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
-from hybrid.micro_batches import MicroBatches, Piece, even_pieces, take
+from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.pictures import PICTURE_COLUMNS, pictures_of
 from hybrid.skips import Skips
-from hybrid.student import measure_student
+from hybrid.student import measure_student, sampled_logps
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
 from teachers.errors import TeacherError
@@ -487,14 +487,25 @@ class HybridTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             self._pass = model(input_ids=ids, attention_mask=attention, distribution=request, **images)
         assert self._pass is not None
-        return self._pass["logprobs"], self._pass["entropies"].detach(), None
+        return self._pass["logprobs"], self._pass["entropies"], None
 
     def _plain_logps(self, model: Any, ids: Tensor, attention: Tensor, width: int, *more: Any, **options: Any) -> Any:
-        """TRL's own forward, cut to the budget where nothing is trained."""
-        plain = super()._get_per_token_logps_and_entropies
-        if self._cutting is None or torch.is_grad_enabled():
-            return plain(model, ids, attention, width, *more, **options)
-        return self._cutting.logps(partial(plain, model), ids, attention, width, options)
+        """TRL's log-probs and entropies of sampled tokens, by its head or by ours; cut where nothing is trained."""
+        own_head = self._streams and model is not self.ref_model
+        if not own_head and (self._cutting is None or torch.is_grad_enabled()):
+            return super()._get_per_token_logps_and_entropies(model, ids, attention, width, *more, **options)
+        forward: Any = partial(super()._get_per_token_logps_and_entropies, model)
+        if own_head:
+            forward = partial(sampled_logps, model, self.accelerator.autocast, self.temperature)
+        if torch.is_grad_enabled():
+            return forward(ids, attention, width, **options)
+        return logps_of(self._pieces(halves(ids, attention, width) | options), forward, ids, attention, width, options)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether sampled tokens go through our head too: without a GPU, TRL's holds more than all logits at once."""
+        whole = self.aux_loss_enabled or self.args.cast_lm_head_to_fp32
+        return self.accelerator.device.type == "cpu" and not whole
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -543,7 +554,7 @@ class HybridTrainer(GRPOTrainer):
     ) -> Request | None:
         """What the loss's forward must measure beside log-probs; None for TRL's own fused forward."""
         candidates = any(term.candidate_BTK is not None for term in generation.assignment.terms)
-        if not self.objective.divergences and not candidates:
+        if not self.objective.divergences and not candidates and not self._streams:
             return None
         scores = generation.scored.get(self.plan.distribution_view)
         hidden = scores.hidden_BTH if scores is not None else None
