@@ -254,7 +254,9 @@ class _Checker:
         try:
             return AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
-            if is_hub_name(model) and _is_unreachable(error):
+            if self._is_output(model):
+                self._say("warning", path, f"{model} does not exist yet; make it before this run")
+            elif is_hub_name(model) and _is_unreachable(error):
                 self._unreachable(path, model)
             elif Path(model).is_dir():
                 self._say("error", path, f"the folder '{model}' holds no tokenizer: {_first_line(error)}")

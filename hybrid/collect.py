@@ -144,7 +144,8 @@ class Plan:
         """
         if not self.measured_top_k:
             return "student"
-        chosen = sorted({d.support for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"})
+        reverse = [d for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"]
+        chosen: list[Support] = sorted({d.support for d in reverse})
         if len(chosen) > 1:
             raise ConfigError(
                 f"the reverse KL is measured on one support before credit is assigned, and the terms of this objective "
@@ -385,22 +386,25 @@ def on_device(demonstration: Demonstration, device: torch.device) -> Demonstrati
     return Demonstration(ids_BU=demonstration.ids_BU.to(device), mask_BU=demonstration.mask_BU.to(device))
 
 
-def scorers_of(teacher: Any, temperature: float, processor: Any = None) -> dict[str, Scorer]:
+def scorers_of(
+    teacher: Any, temperature: float, processor: Any = None, token_budget: int | None = None
+) -> dict[str, Scorer]:
     """A teacher in any of the forms that `HybridTrainer` takes, as scorers by view.
 
     Args:
       teacher: see `HybridTrainer`.
       temperature: at which a model scores.
       processor: the student's, for a loaded model that reads images.
+      token_budget: padded tokens of one forward of a model that is loaded or wrapped here.
     """
     if teacher is None:
         return {}
     if isinstance(teacher, Mapping):
         return dict(teacher)
     if isinstance(teacher, str | os.PathLike):
-        teacher = LocalTeacher.load(Path(teacher), temperature=temperature)
+        teacher = LocalTeacher.load(Path(teacher), temperature=temperature, token_budget=token_budget)
     elif isinstance(teacher, torch.nn.Module):
-        teacher = LocalTeacher(teacher, None, temperature=temperature, processor=processor)
+        teacher = LocalTeacher(teacher, None, temperature=temperature, processor=processor, token_budget=token_budget)
     if not isinstance(teacher, Teacher):
         raise ConfigError(
             f"teacher must be a path, a model, a Teacher or a mapping of scorers; got {type(teacher).__name__}"

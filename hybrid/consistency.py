@@ -7,6 +7,7 @@ from hybrid.config import ExperimentConfig
 from hybrid.errors import ConfigError
 from hybrid.methods import MethodConfig
 from hybrid.objective.objective import Objective
+from hybrid.per_method import label_problem
 from hybrid.teacher_config import (
     RecordedTeacherConfig,
     RoutedTeacherConfig,
@@ -30,7 +31,7 @@ def contradictions(config: ExperimentConfig) -> list[Contradiction]:
     Returns:
       One entry per trouble; empty for an experiment that may run.
     """
-    found = [*_batches(config), *_trl(config), *_rewards(config), *_evaluation(config)]
+    found = [*_batches(config), *_trl(config), *_rewards(config), *_evaluation(config), *_labels(config)]
     if uses_teacher(config):
         found += _temperatures(config)
     paths: list[KeyPath] = [("method",), *(("compare", index) for index in range(len(config.compare)))]
@@ -125,6 +126,12 @@ def _rewards(config: ExperimentConfig) -> Iterator[Contradiction]:
 def _evaluation(config: ExperimentConfig) -> Iterator[Contradiction]:
     if config.evaluate is not None and not config.rewards:
         yield ("evaluate",), "needs rewards to judge the answers; add rewards, or write evaluate: null"
+
+
+def _labels(config: ExperimentConfig) -> Iterator[Contradiction]:
+    for label in config.student.per_method:
+        if (wrong := label_problem(label, config.methods)) is not None:
+            yield ("student", "per_method", label), wrong
 
 
 def _method(config: ExperimentConfig, path: KeyPath, method: MethodConfig) -> Iterator[Contradiction]:

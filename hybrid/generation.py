@@ -4,8 +4,9 @@ Pure functions and records, so that `trainer.py` holds the overridden seams alon
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch.nn import functional
 from hybrid.collect import Plan, Rollout, Scorer
 from hybrid.errors import ConfigError, MissingMeasurement
 from hybrid.methods.base import MethodConfig
-from hybrid.objective.losses import PolicyLoss, SampledDivergence
-from hybrid.objective.objective import Assignment, Objective, Term
-from hybrid.types import RolloutBatch, State, take_rows
+from hybrid.objective.losses import Likelihood, PolicyLoss, SampledDivergence
+from hybrid.objective.objective import Assignment, Objective, Term, TermCredit
+from hybrid.types import Demonstration, RolloutBatch, State, View, take_rows
 from teachers.decoder import KeptHead
 
 IMAGE_KEYS = (
@@ -28,6 +29,11 @@ IMAGE_KEYS = (
     "mm_token_type_ids",
 )
 """Image tensors that a model's forward takes, as TRL's batch dictionary names them."""
+
+PER_IMAGE_KEYS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes")
+"""Those that a forward without any picture leaves out."""
+
+Record = TypeVar("Record")
 
 
 @dataclass
@@ -55,20 +61,21 @@ class StepWatch:
     demonstration_logprob_BU: Tensor | None = None
 
 
-def image_inputs(out: Mapping[str, Any], rows: slice) -> dict[str, Any]:
-    """The image tensors of some rows, each with its own number of images."""
+def image_inputs(out: Mapping[str, Any], rows: Tensor | None = None) -> dict[str, Any]:
+    """The image tensors of some rows, each with its own number of images; of all rows where none are given."""
     images = {key: out[key] for key in IMAGE_KEYS if out.get(key) is not None}
-    if not images or rows == slice(None):
+    if not images or rows is None:
         return images
     num_images = out["num_images"]
-    first, last = sum(num_images[: rows.start]), sum(num_images[: rows.stop])
+    ends = list(accumulate(num_images))
+    chosen = [image for row in rows.tolist() for image in range(ends[row] - num_images[row], ends[row])]
     cut = {}
     for key, value in images.items():
         if key == "pixel_values" and "image_grid_thw" in images:
-            patches = images["image_grid_thw"].prod(-1)
-            cut[key] = value[int(patches[:first].sum()) : int(patches[:last].sum())]
+            patches = value.split(images["image_grid_thw"].prod(-1).tolist())
+            cut[key] = torch.cat([value[:0], *(patches[image] for image in chosen)])
         elif key in ("image_grid_thw", "image_sizes") or (key == "pixel_values" and len(value) == sum(num_images)):
-            cut[key] = value[first:last]
+            cut[key] = value[chosen]
         else:
             cut[key] = value[rows]
     return cut
@@ -80,19 +87,38 @@ def continued(images: Mapping[str, Any], prompt_width: int, width: int) -> dict[
     return {**images, **{key: functional.pad(value, (0, width)) for key, value in types.items()}}
 
 
-def rows_of(assignment: Assignment, rows: Tensor) -> Assignment:
-    """The credit of some rows."""
-    return Assignment(tuple(take_rows(term, rows) for term in assignment.terms))
+def part_of(
+    batch: RolloutBatch, assignment: Assignment, objective: Objective, rows: Tensor, width: int
+) -> tuple[RolloutBatch, Assignment]:
+    """Some rows of a batch and of its credit: the first `width` tokens, and texts as wide as these rows need."""
+    texts = batch.demonstration
+    width_U = 0 if texts is None else max(1, int(texts.mask_BU[rows].sum(1).max()))
+    terms = tuple(take_rows(term, rows) for term in assignment.terms)
+    return trimmed(batch.rows(rows), width, width_U), Assignment(narrowed(terms, objective, width, width_U))
 
 
-def narrowed(term: Any, width: int, share_width: int) -> Any:
-    """A term's credit cut to this process's width; a demonstration's share keeps its own."""
-    cut = {"value_BT": term.value_BT[:, :width], "kept_BT": term.kept_BT[:, :width]}
-    if term.candidate_BTK is not None:
-        cut["candidate_BTK"] = term.candidate_BTK[:, :width]
-    if share_width == term.value_BT.shape[1]:
-        cut["share_BT"] = term.share_BT[:, :width]
-    return replace(term, **cut)
+def trimmed(record: Record, width: int, width_U: int) -> Record:
+    """A frozen record with its tokens, and those of the records inside it, cut to a width."""
+    changes = {}
+    for spec in fields(record):  # pyright: ignore[reportArgumentType]
+        value = getattr(record, spec.name)
+        if isinstance(value, Tensor):
+            if "_BT" in spec.name or spec.name.endswith("_BU"):
+                changes[spec.name] = value[:, : width_U if spec.name.endswith("_BU") else width]
+        elif isinstance(value, View | Demonstration):
+            changes[spec.name] = trimmed(value, width, width_U)
+        elif spec.name == "views":
+            changes[spec.name] = {name: trimmed(view, width, width_U) for name, view in value.items()}
+    return replace(record, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def narrowed(credits: Sequence[TermCredit], objective: Objective, width: int, width_U: int) -> tuple[TermCredit, ...]:
+    """The credit of each term cut to a width, the shares of a likelihood term to that of the demonstrations."""
+    cut = []
+    for term, credit in zip(objective.terms, credits, strict=True):
+        share_width = width_U if isinstance(term.loss, Likelihood) else width
+        cut.append(replace(trimmed(credit, width, width_U), share_BT=credit.share_BT[:, :share_width]))
+    return tuple(cut)
 
 
 def without_heads(generation: Generation | None) -> Generation | None:

@@ -105,6 +105,8 @@ def plan_lines(config: ExperimentConfig, nodes: Nodes = ONE_NODE) -> list[str]:
     blocks = {} if config.teacher is None else teachers_of(config.teacher)
     lines += [f"{name}: {teacher_text(block, config, student, processes)}" for name, block in blocks.items()]
     lines += [text for label, method in config.methods.items() for text in own_teachers(label, method, config, student)]
+    for label, own in config.student.per_method.items():
+        lines.append(f"{label}: {', '.join(f'{key} {value}' for key, value in own.chosen.items()) or 'as the others'}")
     return [*lines, f"rollouts: {rollouts_text(config)}"]
 
 
@@ -129,7 +131,7 @@ def batch_text(config: ExperimentConfig, work: Work, processes: int) -> str:
     text = f"{train.prompts_per_step} prompts x {train.generations} responses = {work.responses} per step"
     text += f" = {processes} processes x {work.accumulation} micro-batches x {work.micro_batch} responses"
     if config.engine.max_tokens_per_micro_batch is not None:
-        text += f", each cut again at {config.engine.max_tokens_per_micro_batch} tokens"
+        text += f", sorted by length and cut at {config.engine.max_tokens_per_micro_batch} padded tokens"
     return text + (f", used {train.iterations} times" if train.iterations > 1 else "")
 
 
@@ -148,7 +150,9 @@ def memory_gb(config: ExperimentConfig, size: Size, work: Work, processes: int) 
         yield "optimizer", trained * (2 * max(weight, master) + master) / (processes if stage else 1) / GB
     length = train.max_completion_length + (train.max_prompt_length or 0)
     rows = work.micro_batch
-    tokens = min(rows * length, engine.max_tokens_per_micro_batch or rows * length)
+    tokens = rows * length
+    if engine.max_tokens_per_micro_batch is not None:
+        tokens = min(tokens, max(engine.max_tokens_per_micro_batch, length))  # a longer row goes alone
     kept = 2 if student.gradient_checkpointing else ACTIVATION_BYTES
     yield "activations", tokens * size.layers * size.hidden * kept * (1 if bf16 else 2) / GB
     chunk = CHUNK_TOKENS_GPU if gpus() else CHUNK_TOKENS

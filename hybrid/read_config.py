@@ -4,7 +4,7 @@ import difflib
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from hybrid.config import ExperimentConfig
 from hybrid.consistency import contradictions
 from hybrid.errors import ConfigError
+from hybrid.per_method import experiment_overridden
 from hybrid.trl_fields import OWN_NAMES
 from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
 
@@ -68,8 +69,9 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> ExperimentConf
     Raises:
       ConfigError: one line per error, each with file, line, key and what to do.
     """
-    document = override(load_document(path), overrides)
-    return validated(document)
+    before = load_document(path)
+    after = override(before, overrides)
+    return validated(replace(after, values=experiment_overridden(before.values, after.values, overrides)))
 
 
 def validated(document: Document) -> ExperimentConfig:

@@ -1,6 +1,6 @@
 """The student's own forward over its rollouts: what must be measured before credit can be assigned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Int
@@ -9,11 +9,15 @@ from torch import Tensor
 from hybrid.collect import Plan, StudentMeasures
 from hybrid.distributions import Request
 from hybrid.errors import ConfigError
+from hybrid.micro_batches import Piece, placed
 from hybrid.types import View
 from teachers.scores import TeacherScores
 
-Run = Callable[[slice, Request], dict[str, Tensor]]
+Run = Callable[[Piece, Request], dict[str, Tensor]]
 """One forward of the student over some rows that answers a request."""
+
+FILL = {"top_ids": -1, "top_logprobs": -torch.inf, "teacher_top_logprobs": -torch.inf}
+"""What stands at positions that are not measured; 0 elsewhere."""
 
 
 @torch.no_grad()
@@ -24,7 +28,7 @@ def measure_student(
     plan: Plan,
     teacher: TeacherScores | None,
     temperature: float,
-    rows_per_forward: int,
+    pieces: Sequence[Piece],
 ) -> StudentMeasures:
     """Log-probs and entropies of the rollouts; top-k candidates and the reverse KL where the plan reads them.
 
@@ -35,7 +39,7 @@ def measure_student(
       plan: what the objective reads.
       teacher: the teacher's scores; with hidden states, its log-probs of the candidates are made here too.
       temperature: of the sampler.
-      rows_per_forward: rows of one forward.
+      pieces: rows of each forward.
 
     Raises:
       ConfigError: the objective gates on kl, and none of its terms says on which support.
@@ -46,20 +50,19 @@ def measure_student(
     hidden_BTH = teacher.hidden_BTH if teacher is not None else None
     full = hidden_BTH is not None and "kl" in plan.needs and reverse[0].support == "full"
     parts = []
-    for start in range(0, len(mask_BT), rows_per_forward):
-        rows = slice(start, start + rows_per_forward)
+    for piece in pieces:
         request = Request(
-            target_BT=completion_BT[rows],
-            mask_BT=mask_BT[rows],
+            target_BT=piece.of(completion_BT),
+            mask_BT=piece.of(mask_BT),
             temperature=temperature,
             divergences=(reverse[0],) if full else (),
-            teacher_hidden_BTH=None if hidden_BTH is None else hidden_BTH[rows].to(mask_BT.device),
+            teacher_hidden_BTH=None if hidden_BTH is None else piece.of(hidden_BTH).to(mask_BT.device),
             teacher_head=None if teacher is None else teacher.head,
             num_top=plan.top_k,
             top_of=plan.support,
         )
-        parts.append(run(rows, request))
-    whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        parts.append(run(piece, request))
+    whole = {key: placed([part[key] for part in parts], pieces, mask_BT, FILL.get(key, 0)) for key in parts[0]}
     top = None
     if plan.top_k:
         top = View(

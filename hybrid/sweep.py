@@ -22,7 +22,7 @@ from rich.table import Table
 
 from hybrid.config import TINY, ExperimentConfig
 from hybrid.errors import ConfigError
-from hybrid.launch import quiet
+from hybrid.launch import all_sent, quiet
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
@@ -328,6 +328,8 @@ def write_comparison(
     """Statistics, report and picture of a whole sweep."""
     from hybrid.comparison import compare_runs
 
+    if not all_sent(folder, [cell.name for cell in cells], parent, console.print):
+        return
     labels = list(dict.fromkeys(cell.label for cell in cells))
     baseline = sweep.baseline or next((label for label in labels if label == "grpo"), labels[0])
     experiment = cells[0].config.tracking.experiment or sweep.name

@@ -97,15 +97,10 @@ class PromptConfig(Settings):
     )
 
 
+_TEMPERATURE = "At which its log-probs hold; null is `train.temperature`, the only right one for most."
+
+
 class _Teacher(Settings):
-    temperature: PositiveFloat | None = Field(
-        default=None,
-        description="At which its log-probs hold; null is `train.temperature`, the only right one for most.",
-    )
-    on_failure: Literal["mask", "stop"] = Field(
-        default="mask",
-        description="A row that cannot be scored loses its teacher term and is counted, or the run stops.",
-    )
     context: ContextConfig | None = Field(
         default=None, description="What the teacher sees beside the prompt; null is nothing."
     )
@@ -123,8 +118,9 @@ class LocalTeacherConfig(_Teacher):
     quantization: Literal["4bit", "8bit"] | None = Field(default=None, description="Through bitsandbytes, on a GPU.")
     batch_size: int = Field(default=8, ge=1, description="Rows of one forward.")
     token_budget: int | None = Field(
-        default=None, ge=1, description="Padded tokens of one forward; null for no such limit."
+        default=None, ge=1, description="Padded tokens of one forward; null is `engine.max_tokens_per_micro_batch`."
     )
+    temperature: PositiveFloat | None = Field(default=None, description=_TEMPERATURE)
     align: bool = Field(default=False, description=_ALIGN)
 
 
@@ -163,6 +159,11 @@ class ServedTeacherConfig(_Teacher):
     )
     serve: Literal["auto"] | ServerConfig | None = Field(
         default=None, description="The run starts the server itself and stops it: `auto`, or its settings."
+    )
+    temperature: PositiveFloat | None = Field(default=None, description=_TEMPERATURE)
+    on_failure: Literal["mask", "stop"] = Field(
+        default="mask",
+        description="A row that cannot be scored loses its teacher term and is counted, or the run stops.",
     )
     api_key_env: str = Field(default="HYBRID_TEACHER_API_KEY", description="Environment variable of the API key.")
     requests: RequestsConfig = Field(default_factory=RequestsConfig, description="How the server is asked.")
@@ -206,7 +207,6 @@ class SelfTeacherConfig(_Teacher):
     """The student itself."""
 
     own: SelfConfig = Field(alias="self", description="Which weights of the student teach.")
-    batch_size: int = Field(default=8, ge=1, description="Rows of one forward.")
 
 
 class RecordedTeacherConfig(_Teacher):

@@ -45,6 +45,7 @@ class Making:
       stack: closes what was opened.
       top_k: the largest support that the methods ask for.
       max_length: longest prompt and response together; None is the model's own limit.
+      token_budget: padded tokens of one forward of a model of this process; None for no such limit.
       chat: the prompts are chats, so a response ends with the end of a turn.
       progress: of making an embedded teacher.
     """
@@ -55,6 +56,7 @@ class Making:
     stack: ExitStack
     top_k: int = 0
     max_length: int | None = None
+    token_budget: int | None = None
     chat: bool = False
     progress: Progress | None = None
 
@@ -79,6 +81,7 @@ class Making:
             stack=stack,
             top_k=largest_support(config),
             max_length=None if longest is None else longest + train.max_completion_length + 1,
+            token_budget=config.engine.max_tokens_per_micro_batch,
             chat=chat,
             progress=progress,
         )
@@ -200,7 +203,7 @@ def local(config: LocalTeacherConfig, name: str, making: Making) -> Teacher:
         name=name,
         temperature=config.temperature if config.temperature is not None else making.temperature,
         batch_size=config.batch_size,
-        token_budget=config.token_budget,
+        token_budget=config.token_budget if config.token_budget is not None else making.token_budget,
     )
 
 

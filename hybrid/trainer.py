@@ -47,11 +47,12 @@ from hybrid.generation import (
     largest_gap,
     narrowed,
     parent_term,
-    rows_of,
+    part_of,
     set_clipping,
     without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
+from hybrid.micro_batches import MicroBatches, Piece, even_pieces, take
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
@@ -72,9 +73,12 @@ class HybridConfig(GRPOConfig):
 
     Attributes:
       bad_gradients: updates with NaN or infinite gradients are left out; so many in a row stop the run.
+      max_tokens_per_micro_batch: the rows of a forward and backward are sorted by length and cut into micro-batches of
+        at most so many padded tokens, prompt and completion together; None for no such limit.
     """
 
     bad_gradients: int = 10
+    max_tokens_per_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -143,6 +147,8 @@ class HybridTrainer(GRPOTrainer):
       watch: called with a `StepWatch` after each credit assignment (main process); the student's log-probs are then
         measured for every method, so that the record is whole.
       writer: how privileged prompts are written; by default with the student's own template.
+      contexts: own words of privileged contexts by name, in place of those of `teachers/contexts.py`; each is a text
+        that ends with {prompt}.
       progress: told how far generation, scoring and updates of a step are.
 
     All other arguments are TRL's.
@@ -175,6 +181,7 @@ class HybridTrainer(GRPOTrainer):
         *,
         watch: Callable[[StepWatch], None] | None = None,
         writer: Writer | None = None,
+        contexts: Mapping[str, str] | None = None,
         progress: Tell | None = None,
         **trl: Any,
     ) -> None:
@@ -193,20 +200,24 @@ class HybridTrainer(GRPOTrainer):
         self._request: Request | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
+        self._cutting: MicroBatches | None = None
         super().__init__(model, reward_funcs=reward_funcs or [no_reward], args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
+        if args.max_tokens_per_micro_batch is not None:
+            self._cutting = MicroBatches(self)
         add_distribution_head(unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped)
         if isinstance(teacher, str | os.PathLike | torch.nn.Module):
-            teacher = scorers_of(teacher, self.temperature, self._processor)
+            teacher = scorers_of(teacher, self.temperature, self._processor, args.max_tokens_per_micro_batch)
         self._make_scorers = partial(
             scorers_for,
             self.plan,
             getattr(self.method, "views", {}),
             teacher,
             student=unwrapped,
-            writer=writer or self._writer(),
+            writer=writer or self._writer(contexts or {}),
             temperature=self.temperature,
             batch_size=args.per_device_train_batch_size,
+            token_budget=args.max_tokens_per_micro_batch,
         )
         self.scorers = self._make_scorers()
         self._bound = False
@@ -226,10 +237,12 @@ class HybridTrainer(GRPOTrainer):
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
 
-    def _writer(self) -> Writer:
+    def _writer(self, contexts: Mapping[str, str]) -> Writer:
         style = PromptStyle(arguments=dict(self.chat_template_kwargs))  # pyright: ignore[reportArgumentType, reportCallIssue]
         judge = judge_of(self.reward_funcs)
-        return Writer(tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge)
+        return Writer(
+            tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge, templates=contexts
+        )
 
     @property
     def _processor(self) -> Any:
@@ -357,7 +370,6 @@ class HybridTrainer(GRPOTrainer):
         student = None
         if self.plan.student:
             run = partial(self._run, self.model, out)
-            size = self.args.per_device_train_batch_size
             with self.phases.timed("student"):
                 student = measure_student(
                     run,
@@ -366,7 +378,7 @@ class HybridTrainer(GRPOTrainer):
                     self.plan,
                     scored.get(self.plan.distribution_view),
                     self.temperature,
-                    size,
+                    self._pieces(out),
                 )
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
@@ -387,13 +399,20 @@ class HybridTrainer(GRPOTrainer):
         )
         return batch, scored
 
-    def _run(self, model: Any, out: Mapping[str, Any], rows: slice, request: Request) -> dict[str, Tensor]:
+    def _pieces(self, out: Mapping[str, Any]) -> list[Piece]:
+        """What goes through the student at once where nothing is trained."""
+        if self._cutting is None:
+            size = self.args.per_device_train_batch_size
+            return even_pieces(out["completion_mask"], out["prompt_ids"].shape[1], size)
+        return self._cutting.pieces(out, together=self._cutting.is_collective)
+
+    def _run(self, model: Any, out: Mapping[str, Any], piece: Piece, request: Request) -> dict[str, Tensor]:
         """One forward of the (wrapped) student that answers a request."""
-        ids = torch.cat([out["prompt_ids"][rows], out["completion_ids"][rows]], 1)
-        attention = torch.cat([out["prompt_mask"][rows], out["completion_mask"][rows]], 1)
-        images = image_inputs(out, rows)
+        part = take(out, piece)
+        ids = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
+        attention = torch.cat([part["prompt_mask"], part["completion_mask"]], 1)
         with self.accelerator.autocast():
-            return model(input_ids=ids, attention_mask=attention, distribution=request, **images)
+            return model(input_ids=ids, attention_mask=attention, distribution=request, **image_inputs(part))
 
     def _local(
         self, assignment: Assignment, batch: RolloutBatch, scored: dict[str, Any], out: dict[str, Any]
@@ -401,7 +420,8 @@ class HybridTrainer(GRPOTrainer):
         """This process's rows of the global credit at its own width, and the advantage for TRL's surrogate."""
         first = self.accelerator.process_index * len(batch.group_B)
         rows, width = slice(first, first + len(batch.group_B)), batch.mask_BT.shape[1]
-        terms = tuple(narrowed(take_rows(term, rows), width, term.share_BT.shape[1]) for term in assignment.terms)
+        width_U = 0 if batch.demonstration is None else batch.demonstration.ids_BU.shape[1]
+        terms = narrowed([take_rows(term, rows) for term in assignment.terms], self.objective, width, width_U)
         generation = Generation(Assignment(terms, assignment.metrics), batch, scored)
         if self._parent_term is not None:
             generation.policy_value_BT = self._parent_advantage(terms, batch, out)
@@ -422,7 +442,7 @@ class HybridTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if self._request is None:
-            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            result = self._plain_logps(model, *args, **kwargs)
             if self._pass is not None:
                 self._pass["logprobs"] = result[0]
             return result
@@ -434,15 +454,33 @@ class HybridTrainer(GRPOTrainer):
         assert self._pass is not None
         return self._pass["logprobs"], self._pass["entropies"].detach(), None
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _plain_logps(self, model: Any, ids: Tensor, attention: Tensor, width: int, *more: Any, **options: Any) -> Any:
+        """TRL's own forward, cut to the budget where nothing is trained."""
+        plain = super()._get_per_token_logps_and_entropies
+        if self._cutting is None or torch.is_grad_enabled():
+            return plain(model, ids, attention, width, *more, **options)
+        return self._cutting.logps(partial(plain, model), ids, attention, width, options)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """TRL's, or piece after piece where a budget of tokens is set; see `hybrid.micro_batches`."""
+        if self._cutting is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self._cutting.loss(model, inputs, self._generation_now())
+
+    def _generation_now(self) -> Generation:
         generation = self._generation if self.model.training else self._evaluated
         assert generation is not None, "a generation batch was scored before its loss"
-        rows = inputs["hybrid_row"]
-        batch, assignment = generation.batch.rows(rows), rows_of(generation.assignment, rows)
+        return generation
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        generation, rows, width = self._generation_now(), inputs["hybrid_row"], inputs["completion_ids"].shape[1]
+        batch, assignment = part_of(generation.batch, generation.assignment, self.objective, rows, width)
         self._pass = {}
         self._request = self._loss_request(inputs, batch, generation, rows)
         if generation.policy_value_BT is not None:
-            advantages = generation.policy_value_BT[rows]
+            advantages = generation.policy_value_BT[rows, :width]
         else:
             advantages = torch.zeros_like(batch.mask_BT, dtype=torch.float32)
         loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
@@ -457,7 +495,7 @@ class HybridTrainer(GRPOTrainer):
         per_generation = self.args.steps_per_generation or 1
         self.phases.tell("update", self._step % per_generation + 1, per_generation)
         kept = own.kl + own.sft + (own.policy if self._parent_term is None else 0)
-        return loss + kept * self.accelerator.num_processes * scale
+        return loss * inputs.get("hybrid_share", 1.0) + kept * self.accelerator.num_processes * scale
 
     def _micro_batches(self) -> float:
         """Micro-batches of a generation batch per micro-batch of an optimizer step; TRL's own rescaling (dapo)."""
@@ -480,7 +518,7 @@ class HybridTrainer(GRPOTrainer):
             mask_BT=batch.mask_BT,
             temperature=self.temperature,
             divergences=self.objective.divergences,
-            teacher_hidden_BTH=None if hidden is None else hidden.to(rows.device)[rows],
+            teacher_hidden_BTH=None if hidden is None else hidden.to(rows.device)[rows, : batch.mask_BT.shape[1]],
             teacher_head=None if scores is None else scores.head,
             support_ids_BTK=None if teacher is None else teacher.top_ids_BTK,
             support_logprob_BTK=None if teacher is None else teacher.top_logprob_BTK,
@@ -517,9 +555,9 @@ class HybridTrainer(GRPOTrainer):
         ids = torch.cat([inputs["prompt_ids"], demonstration.ids_BU], 1)
         attention = torch.cat([inputs["prompt_mask"], mask], 1)
         width = demonstration.ids_BU.shape[1]
-        images = continued(image_inputs(inputs, slice(None)), inputs["prompt_ids"].shape[1], width)
+        images = continued(image_inputs(inputs), inputs["prompt_ids"].shape[1], width)
         images |= {key: inputs[key] for key in ("num_images", "num_tiles") if inputs.get(key) is not None}
-        return super()._get_per_token_logps_and_entropies(model, ids, attention, width, **images)[0]
+        return self._plain_logps(model, ids, attention, width, **images)[0]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm: Any = super()._get_grad_norm(model, grad_norm)

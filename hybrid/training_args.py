@@ -55,6 +55,7 @@ def training_args(
         "bf16": bf16,
         "reward_weights": list(reward_weights) or None,
         "bad_gradients": config.engine.bad_gradients,
+        "max_tokens_per_micro_batch": config.engine.max_tokens_per_micro_batch,
     }
     settings |= rollout_settings(config)
     if config.engine.kind == "deepspeed":

@@ -47,6 +47,8 @@ def test_what_ships_is_fine(path, monkeypatch):
     if path.stem.startswith("qwen3"):
         assert all("could not be looked at: the hub does not answer from here" in warning for warning in warnings)
         assert len(warnings) == 4  # student, teacher, prompts, held-out prompts
+    elif path.stem == "smollm2":
+        assert all("does not exist yet; make it before this run" in warning for warning in warnings)
     elif path.stem not in ("rstg", "sft", "study"):  # which want what a teacher has written before
         assert warnings == []
 
@@ -319,6 +321,18 @@ def test_what_a_run_will_write_is_worth_a_warning(tmp_path, monkeypatch):
     assert (
         "data.source: runs/demonstrations/x.jsonl does not exist yet; write it first" in levels(findings, "warning")[0]
     )
+
+
+def test_a_model_that_another_command_will_make_is_worth_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(QUICKSTART, encoding="utf-8")
+    findings = check_experiment(Path("x.yaml"), ["student.model=runs/models/none"])
+    assert levels(findings, "error") == []
+    assert [text.partition(": ")[2] for text in levels(findings, "warning")] == [
+        "student.model: runs/models/none does not exist yet; make it before this run"
+    ]
+    findings = check_experiment(Path("x.yaml"), ["student.model=./none"])
+    assert "there is no model './none', neither as a folder nor on the hub" in levels(findings, "error")[0]
 
 
 def test_the_cells_of_a_sweep_are_checked(tmp_path, monkeypatch):

@@ -11,8 +11,9 @@ import pytest
 
 from hybrid.compare.load import load_runs
 from hybrid.errors import ConfigError
+from hybrid.per_method import set_dotted
 from hybrid.sweep import FAILED_FILE, MADE_OF_FILE, first_difference, refuse_other_settings, run_sweep, state_of
-from hybrid.sweep_config import labels_of, read_sweep, set_dotted
+from hybrid.sweep_config import labels_of, read_sweep
 from hybrid.training import RESULT_FILE
 from hybrid.yaml_file import dump_yaml
 from tests.experiments import QUICKSTART, ROOT, SMALL

@@ -166,5 +166,5 @@ class Sipo(MethodConfig):
     def views(self) -> Mapping[str, ViewSpec]:
         names = ("right", "wrong") if self.evidence == "contrast" else ("right",)
         options = {"contrast_context": self.contrast_context, "negative": self.negative, "unjudged": self.unjudged}
-        options |= {"sync": "snapshot", "every": self.sync_every}
+        options |= {"thr": self.thr, "sync": "snapshot", "every": self.sync_every}
         return {name: ViewSpec("self", name, options) for name in names}

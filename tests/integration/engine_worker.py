@@ -2,13 +2,15 @@
 
     python -m torch.distributed.run ... engine_worker.py OUT ENGINE [NAME ...]
 
-Writes the logged numbers of each case, from the process of rank 0.
+Writes the logged numbers of each case, from the process of rank 0. With `-cut` behind the engine's name, the rows of a
+forward are cut at `BUDGET` tokens.
 """
 
 import gc
 import json
 import logging
 import random
+import re
 import string
 import sys
 import time
@@ -22,6 +24,7 @@ from transformers import PrinterCallback
 
 from hybrid.config import EngineConfig
 from hybrid.engine import join, this_rank, zero_settings
+from hybrid.errors import HybridError
 from hybrid.methods import METHODS, method_of
 from hybrid.rewards.config import ExactConfig
 from hybrid.trainer import HybridConfig, HybridTrainer
@@ -35,6 +38,9 @@ ROWS = 6
 RIGHT = ((0, 0, 1, 0, 1, 1), (0, 1, 0, 1, 0, 0))
 """Rewards of the rows of a step: an all-wrong group, a mixed one that stands on both processes, an all-right one."""
 
+BUDGET = 26
+"""Padded tokens of a micro-batch where rows are cut: two rows of a prompt of 4 and a response of 7 do fit."""
+
 SETTINGS = {
     "kat": {"window": 2, "patience": 1, "min_samples": 4, "warmup_steps": 1, "n_exempt": 1},
     "mix": {"parts": [{"method": {"name": "grpo"}}, {"weight": 0.5, "method": {"name": "opd"}}]},
@@ -46,10 +52,12 @@ CASES = {
     "opdvr reused": {"name": "opdvr"},
     "va_opd accumulated": {"name": "va_opd"},
     "opd skipped": {"name": "opd"},
+    "opd stopped": {"name": "opd"},
 }
 RUNS = {
     "opdvr reused": {"num_iterations": 2},
     "va_opd accumulated": {"gradient_accumulation_steps": 3},
+    "opd stopped": {"bad_gradients": STEPS},
 }
 
 
@@ -59,7 +67,7 @@ def rows() -> Dataset:
         {
             "prompt": [f"{letter * (1 + place % 3)}=" for place, letter in enumerate(letters)],
             "answer": list(letters),
-            "demonstration": [f"{letter}{letter}" if place % 3 else None for place, letter in enumerate(letters)],
+            "demonstration": [letter * (place % 5) if place % 3 else None for place, letter in enumerate(letters)],
             "teacher_accuracy": [place / 26 for place in range(26)],
             "degraded": ["=" for _ in letters],
         }
@@ -83,19 +91,21 @@ def recorded(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
-def spoil_first(student: Any, trainer: Any) -> None:
-    """Makes the gradient of the first update NaN."""
+def spoil(student: Any, trainer: Any, steps: range) -> None:
+    """Makes the gradients of some updates NaN."""
     weight = student.model.layers[0].mlp.up_proj.weight
-    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 0 else grad)
+    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step in steps else grad)
 
 
 def settings_of(engine: str) -> dict[str, Any]:
+    engine, _, cut = engine.partition("-")
+    own = {"max_tokens_per_micro_batch": BUDGET} if cut else {}
     if not engine.startswith("zero"):
-        return {}
+        return own
     config = EngineConfig.model_validate({"kind": "deepspeed", "stage": int(engine[-1]), "processes": 2})
     batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     zero = {"zero_optimization": zero_settings(config), "zero_allow_untested_optimizer": True}
-    return {"deepspeed": {**batch, **zero, "gradient_clipping": "auto", "steps_per_print": sys.maxsize}}
+    return own | {"deepspeed": {**batch, **zero, "gradient_clipping": "auto", "steps_per_print": sys.maxsize}}
 
 
 def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
@@ -129,15 +139,19 @@ def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
         rollout_func=recorded,
     )
     trainer.remove_callback(PrinterCallback)
-    if "skipped" in case:
-        spoil_first(student, trainer)
-    trainer.train()
+    if "skipped" in case or "stopped" in case:
+        spoil(student, trainer, range(1 if "skipped" in case else STEPS))
+    try:
+        trainer.train()
+    except HybridError as error:
+        told = re.search(r"(\d+) updates in a row, up to step (\d+),", str(error))
+        return [{"left out": float(told[1]), "stopped in step": float(told[2])}] if told else []
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def main(out: str, engine: str, *names: str) -> None:
     logging.disable(logging.WARNING)
-    kind = "deepspeed" if engine.startswith("zero") else "ddp" if engine == "ddp" else "single"
+    kind = "deepspeed" if engine.startswith("zero") else "ddp" if engine.startswith("ddp") else "single"
     join(EngineConfig.model_validate({"kind": kind, "processes": 1 if kind == "single" else 2}))
     torch.set_num_threads(1)
     gc.freeze()  # every trainer collects garbage when it begins; what was imported is none

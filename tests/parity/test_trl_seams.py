@@ -71,6 +71,7 @@ def test_signatures_of_the_seams():
             "has_tool_images",
         ],
         "_compute_loss": ["self", "model", "inputs"],
+        "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
         "_save_checkpoint": ["self", "model", "trial"],
         "_load_optimizer_and_scheduler": ["self", "checkpoint"],
     }
