@@ -175,7 +175,10 @@ class Plan:
         """
         names = sorted({d.view for d in self.divergences}) or ["teacher"]
         if len(names) > 1:
-            raise ConfigError(f"the divergences of an objective read one view; this one reads {' and '.join(names)}")
+            raise ConfigError(
+                f"a run measures the distributions of one scorer, and the terms of this objective want those of "
+                f"{' and '.join(names)}; take one of them out, or let both read the same"
+            )
         return names[0]
 
     @property

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterator
 
 from hybrid.config import ExperimentConfig
+from hybrid.errors import ConfigError
 from hybrid.methods import MethodConfig
 from hybrid.objective.objective import Objective
 from hybrid.per_method import label_problem
@@ -31,7 +32,7 @@ def contradictions(config: ExperimentConfig) -> list[Contradiction]:
     Returns:
       One entry per trouble; empty for an experiment that may run.
     """
-    found = [*_batches(config), *_trl(config), *_evaluation(config), *_labels(config)]
+    found = [*_batches(config), *_trl(config), *_rewards(config), *_evaluation(config), *_labels(config)]
     if uses_teacher(config):
         found += _temperatures(config)
     paths: list[KeyPath] = [("method",), *(("compare", index) for index in range(len(config.compare)))]
@@ -118,6 +119,11 @@ def _trl(config: ExperimentConfig) -> Iterator[Contradiction]:
             )
 
 
+def _rewards(config: ExperimentConfig) -> Iterator[Contradiction]:
+    if config.rewards and all(reward.weight == 0 for reward in config.rewards):
+        yield ("rewards",), "all have the weight 0, so every response would be worth 0; give one a weight"
+
+
 def _evaluation(config: ExperimentConfig) -> Iterator[Contradiction]:
     if config.evaluate is not None and not config.rewards:
         yield ("evaluate",), "needs rewards to judge the answers; add rewards, or write evaluate: null"
@@ -141,7 +147,19 @@ def _method(config: ExperimentConfig, path: KeyPath, method: MethodConfig) -> It
             ("train", "generations"),
             f"is {config.train.generations}, and {method.name} compares at least {least} responses per prompt",
         )
+    yield from _one_measurement(path, method.name, objective)
     yield from _measurements(config, path, method, objective)
+
+
+def _one_measurement(path: KeyPath, name: str, objective: Objective) -> Iterator[Contradiction]:
+    """Distributions of two scorers, or on two supports, which a run does not measure at once."""
+    from hybrid.collect import Plan
+
+    plan = Plan.of(objective)
+    try:
+        _ = (plan.distribution_view, plan.support)
+    except ConfigError as error:
+        yield path, f"{name}: {error}"
 
 
 def _measurements(

@@ -198,6 +198,8 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 def _unknown_key(loc: KeyPath) -> str:
     key, near = str(loc[-1]), _nearest(loc)
+    if near == key:
+        return f"is no key of a {loc[-2]}, which the other keys say it is; there are {', '.join(_fields_at(loc[:-1]))}"
     if near is not None:
         return f"unknown key; did you mean {near}?"
     elsewhere = [path for path in _all_keys() if path.rpartition(".")[2] == key] + [OWN_NAMES.get(key, "")]

@@ -230,7 +230,14 @@ _KINDS = (
 
 
 def _kind_of_teacher(value: Any) -> str:
-    keys = set(value) if isinstance(value, Mapping) else {name for name, _ in value}
+    # What is no mapping is refused by the class, in words; any class will do.
+    keys = (
+        set(value)
+        if isinstance(value, Mapping)
+        else {name for name, _ in value}
+        if isinstance(value, BaseModel)
+        else set()
+    )
     for key, kind in _KINDS:
         if key in keys:
             return kind

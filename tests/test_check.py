@@ -1,10 +1,12 @@
 """`hybrid check` on what ships, and on broken variants: one clear message, exit code 2, no traceback."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from hybrid.check import check_experiment, is_hub_name
+from hybrid.errors import ConfigError
 from hybrid.read_config import read_experiment
 from hybrid.sources import held_out_prompts, training_prompts
 from tests.tiny_models import model, tokenizer
@@ -159,6 +161,21 @@ def test_a_completion_that_leaves_no_room(broken):
             "engine.config_file: 'none.json' cannot be",
         ),
         (
+            "teacher: {model: tiny:chain_sum}",
+            "teacher: tiny:chain_sum",
+            "teacher: should be a mapping with temperature",
+        ),
+        (
+            "teacher: {model: tiny:chain_sum}",
+            "teacher: {model: tiny:chain_sum, recorded: scores.jsonl}",
+            "teacher.model: is no key of a recorded teacher, which the other keys say it is",
+        ),
+        (
+            "rewards:\n  - {name: exact",
+            "rewards:\n  - {weight: 0, name: exact",
+            "rewards: all have the weight 0, so every response would be worth 0",
+        ),
+        (
             "seed: 0",
             "seed: 0\ntracking: {folder: broken.yaml/runs}",
             "tracking.folder: nothing can be written to 'broken.yaml/runs': ",
@@ -194,6 +211,14 @@ def test_other_things_that_are_not_there(broken, old, new, message):
         ),
         ("mix, parts: []", "mix.parts: should have at least 1 item"),
         ("mix, parts: [{method: {name: mix, parts: []}}]", "parts.0.method.name: there is no 'mix'"),
+        (
+            "mix, parts: [{method: {name: sipo}}, {method: {name: sipo, contrast_context: trajectory}}]",
+            "differently (contrast_context answer; contrast_context trajectory); give them the same",
+        ),
+        (
+            "mix, parts: [{method: {name: sipo_analytic, alpha: 1}}, {method: {name: opd, estimator: jsd}}]",
+            "mix: a run measures the distributions of one scorer, and the terms of this objective want those of right",
+        ),
         ("kdrl, beta: -0.1", "kdrl.beta: is a weight, which is not negative; got -0.1"),
         ("sdpo, w: 1.5", "sdpo.w: is a share, which lies between 0 and 1"),
         ("sdpo, w: {start: 0, end: 2, steps: 3}", "sdpo.w: is a share, which lies between 0 and 1"),
@@ -206,6 +231,26 @@ def test_a_mixture_without_a_meaning(broken, method, message):
     assert complaint.startswith(f"{place}: method.")
     assert message in complaint
     assert "\n" not in complaint
+
+
+ODD = [None, 3, 2.5, True, "text", [], [1], ["a"], [None], [[]], {}, {"a": 1}, {"name": 3}, {"model": 3}, {"self": 3}]
+ODD += [{"teachers": [1]}, {"teachers": {"a": "b"}, "by": "x"}, {"kind": 3}, {"task": 3}, {"url": 3}, [{"name": None}]]
+PLACES = ["student", "teacher", "method", "compare", "data", "data.source", "rewards", "train", "evaluate", "tracking"]
+PLACES += ["evaluate.data", "engine", "student.lora", "teacher.context", "teacher.prompt", "train.trl", "data.columns"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_value_of_any_other_kind_is_told_and_never_a_traceback(tmp_path, odd):
+    path = tmp_path / "x.yaml"
+    path.write_text(QUICKSTART, encoding="utf-8")
+    said = []
+    for place in PLACES:
+        try:
+            read_experiment(path, [f"{place}={json.dumps(odd)}"])
+        except ConfigError as error:
+            said.append(str(error))
+    assert said
+    assert all(said)
 
 
 def test_a_deepspeed_file_that_is_no_json(broken):

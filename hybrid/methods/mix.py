@@ -167,7 +167,10 @@ def joined(name: str, one: ViewSpec, other: ViewSpec) -> ViewSpec:
         for spec in (one, other)
     )
     if one != other:
+        settings = [{"context": spec.context, **spec.options} for spec in (one, other)]
+        differ = [key for key in {**settings[0], **settings[1]} if settings[0].get(key) != settings[1].get(key)]
+        told = [", ".join(f"{key} {setting.get(key, 'none')}" for key in differ) for setting in settings]
         raise ConfigError(
-            f"two parts want scores.{name} made differently: {one} and {other}; give them the same settings of it"
+            f"two parts want scores.{name} made differently ({told[0]}; {told[1]}); give them the same settings of it"
         )
     return one
