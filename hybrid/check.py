@@ -20,11 +20,12 @@ from hybrid.config import TINY, ExperimentConfig, held_out
 from hybrid.consistency import uses_teacher
 from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
+from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
-from hybrid.read_config import Problem, validated
+from hybrid.read_config import Problem, read_document, validated
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
-from hybrid.sweep_config import read_sweep
+from hybrid.sweep_config import read_sweep, too_few_seeds
 from hybrid.teacher_config import (
     LocalTeacherConfig,
     OneTeacherConfig,
@@ -37,12 +38,15 @@ from hybrid.teacher_config import (
 from hybrid.tiny import tiny_tokenizer
 from hybrid.tiny_tasks import VISION_TASKS, tiny_task
 from hybrid.tiny_vision import vision_processor
-from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
+from hybrid.yaml_file import Document, KeyPath, dotted
 from teachers.errors import TeacherError
 from teachers.findings import Finding as TeacherFinding
 from teachers.findings import PreflightFailed
 from teachers.processors import load_processor, reads_images
 from teachers.tokenizer_check import tokenizer_findings
+
+DATABASES = ("sqlite:", "mysql", "postgresql", "mssql")
+"""Tracking URIs that are opened by nothing less than a connection."""
 
 WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
@@ -80,7 +84,7 @@ def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = 
     Raises:
       ConfigError: the file cannot be read, or settings are wrong or contradict each other; one line each.
     """
-    document = override(load_document(path), overrides)
+    document = read_document(path, overrides)
     if "base" not in document.values:
         return _findings(validated(document), document, live=live)
     sweep, cells = read_sweep(path, overrides)
@@ -90,8 +94,10 @@ def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = 
             place = Document(values={}, places={}, source=f"{path}: {cell.name}")
             for finding in _findings(cell.config, place, live=live):
                 found.setdefault((finding.level, finding.problem.key, finding.problem.message), finding)
+    few = too_few_seeds(cells)
+    seeds = [] if few is None else [Finding("warning", Problem(document.place(("seeds",)), "seeds", few))]
     fact = Problem(str(path), "", f"{len(cells)} cells, compared with {sweep.baseline or 'the first method'}")
-    return [*found.values(), Finding("fact", fact)]
+    return [*found.values(), *seeds, Finding("fact", fact)]
 
 
 def _findings(config: ExperimentConfig, document: Document, *, live: bool) -> list["Finding"]:
@@ -133,6 +139,26 @@ class _Checker:
             self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
         self._look_at_teachers(student)
         self._look_at_engine()
+        self._look_at_tracking()
+
+    def _look_at_tracking(self) -> None:
+        """Whether runs can be written (a file without a name is, and is gone again), and MLflow knows the address."""
+        uri = self.config.tracking.uri
+        try:
+            if uri is not None and "://" in uri and not uri.startswith(DATABASES):
+                open_client(uri)
+        except TrackingError as error:
+            self._say("error", ("tracking", "uri"), str(error).removeprefix("tracking.uri: "))
+        place = Path(self.config.tracking.folder).resolve()
+        while not place.exists():
+            place = place.parent
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            folder = self.config.tracking.folder
+            self._say(
+                "error", ("tracking", "folder"), f"nothing can be written to '{folder}': {place}: {error.strerror}"
+            )
 
     def ask_teachers(self) -> None:
         """Scores a few sequences with each teacher, however it is reached, and compares what can be compared."""
@@ -230,7 +256,9 @@ class _Checker:
         try:
             return AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
-            if is_hub_name(model) and _is_unreachable(error):
+            if self._is_output(model):
+                self._say("warning", path, f"{model} does not exist yet; make it before this run")
+            elif is_hub_name(model) and _is_unreachable(error):
                 self._unreachable(path, model)
             elif Path(model).is_dir():
                 self._say("error", path, f"the folder '{model}' holds no tokenizer: {_first_line(error)}")

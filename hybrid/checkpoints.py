@@ -7,16 +7,20 @@ torn.
 the same folder; each calls `begin` and `publish`.
 """
 
+import errno
 import hashlib
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import Sampler
 
 from hybrid.errors import DataError
@@ -27,8 +31,26 @@ WRITING = ".writing"
 LEAVING = ".leaving"
 BEST = "best"
 BEST_FILE = "best.json"
+REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
+"""Errors of a disk that is full, broken or not ours."""
+
 BLOCK = 1 << 22
 """Bytes that are read at once."""
+
+
+def random_state() -> dict[str, Any]:
+    """Where the random numbers of this process stand, for `set_random_state`."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Puts the random numbers of this process back to where they stood."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def step_of(checkpoint: Path) -> int:
@@ -62,7 +84,7 @@ def writing(root: Path, step: int) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         reason = disk_trouble(error)
         if reason is None:
             raise
@@ -75,13 +97,36 @@ def writing(root: Path, step: int) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def disk_told(folder: Path) -> Iterator[None]:
+    """Tells a user that the disk takes no more of what a run writes, whatever that is.
+
+    Raises:
+      DataError: the disk is full, or cannot be written to.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in REFUSALS:
+            raise
+        if (reason := disk_trouble(error)) is None:
+            raise
+        name = f" {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        raise DataError(
+            f"the run could not write{name} in {folder} ({reason}); make room or mend the folder, and go on with "
+            f"--resume {folder}"
+        ) from error
+
+
 def disk_trouble(error: BaseException) -> str | None:
     """What the disk refused, in words; None for an error of another kind."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     # torch and safetensors have errors of their own for a write that failed
     text = str(error)
-    if "PytorchStreamWriter" in text or "inline_container" in text or "os error" in text:
+    if "PytorchStreamWriter" in text or "inline_container" in text:
+        return "it took only a part of a file"
+    if "os error" in text:
         return text.splitlines()[0]
     return None
 

@@ -44,6 +44,14 @@ def train(
             show_default=False,
         ),
     ] = None,
+    from_best: Annotated[
+        bool,
+        typer.Option(
+            "--from-best",
+            help="Goes back to the checkpoint with the best held-out accuracy, in place of the newest; the later ones "
+            "are removed, and a new MLflow run begins with the points up to it.",
+        ),
+    ] = False,
     nnodes: Annotated[int, typer.Option(min=1, help="Machines that train together; run this command on each.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Which of the machines this is, from 0.")] = 0,
     rendezvous: Annotated[
@@ -59,7 +67,9 @@ def train(
     nodes = Nodes(nnodes, node_rank, rendezvous)
     overrides = settings or []
     config = read_experiment(file, overrides)
-    raise typer.Exit(train_experiment(config, source=file, resume=resume, overrides=overrides, nodes=nodes))
+    raise typer.Exit(
+        train_experiment(config, source=file, resume=resume, from_best=from_best, overrides=overrides, nodes=nodes)
+    )
 
 
 @app.command()
@@ -249,9 +259,18 @@ def main() -> NoReturn:
         message = user_message(error)
         if message is None:
             raise
-        Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False, highlight=False)
-        sys.exit(2)
+        _refuse(message)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{error.filename}: {error.strerror}")
     sys.exit(0)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Ends the program with one message and exit code 2."""
+    Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False, highlight=False)
+    sys.exit(2)
 
 
 def with_newest(arguments: list[str]) -> list[str]:

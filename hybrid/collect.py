@@ -6,6 +6,7 @@ batch of its own rows. Contexts that need siblings see the rows of every process
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from hybrid.distributions import coarse_reverse_kl
 from hybrid.errors import ConfigError, DataError, MissingMeasurement
-from hybrid.objective.losses import Divergence, SampledDivergence
+from hybrid.objective.losses import Divergence, SampledDivergence, Support
 from hybrid.objective.objective import Objective
 from hybrid.types import Demonstration, RolloutBatch, View
 from teachers.errors import TeacherCannot
 from teachers.local import LocalTeacher
-from teachers.protocol import SAMPLED, Row, Teacher, Want
+from teachers.protocol import Row, Teacher, Want
 from teachers.scores import TeacherScores
 
 
@@ -102,7 +103,7 @@ class Plan:
     Attributes:
       needs: measurements that some step or loss reads, beside the live student.
       divergences: divergences that the loss will need.
-      top_k: size of the student's candidate support; 0 for none.
+      top_k: size of the candidate support that is measured with the student; 0 for none.
     """
 
     needs: frozenset[str]
@@ -119,18 +120,51 @@ class Plan:
         on_student = [d.top_k for d in objective.divergences if d.support == "student"]
         if any(need.endswith(".top") for need in needs):
             on_student.append(candidates)
-        return Plan(needs, objective.divergences, max(on_student, default=0))
+        plan = Plan(needs, objective.divergences, max(on_student, default=0))
+        return replace(plan, top_k=max(plan.top_k, plan.measured_top_k))
 
     def recording(self) -> "Plan":
         """This plan, and what a record needs beside: the student's log-probs, and the reverse KL that a loss reads."""
         own = {"student_logprobs"} | ({"kl"} if any(d.kind == "reverse_kl" for d in self.divergences) else set())
-        return replace(self, needs=self.needs | own)
+        plan = replace(self, needs=self.needs | own)
+        return replace(plan, top_k=max(plan.top_k, plan.measured_top_k))
+
+    @property
+    def measured_top_k(self) -> int:
+        """Size of the support on which the reverse KL is measured before credit is assigned; 0 where it is not."""
+        if "kl" not in self.needs:
+            return 0
+        return max((d.top_k for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"), default=0)
+
+    @property
+    def support(self) -> Support:
+        """Whose most likely tokens the candidates are that are measured with the student.
+
+        Raises:
+          ConfigError: terms whose reverse KL is measured want different ones.
+        """
+        if not self.measured_top_k:
+            return "student"
+        reverse = [d for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"]
+        chosen: list[Support] = sorted({d.support for d in reverse})
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"the reverse KL is measured on one support before credit is assigned, and the terms of this objective "
+                f"want {' and '.join(chosen)}; give them the same support"
+            )
+        return chosen[0]
 
     @property
     def views(self) -> tuple[str, ...]:
         """Names of the scored views, without the student's own."""
         names = {need.split(".")[1] for need in self.needs if need.startswith("scores.")}
         return tuple(sorted(names - {"student"}))
+
+    @property
+    def sampled_views(self) -> tuple[str, ...]:
+        """The views of which sampled log-probs are all that is read."""
+        more = self.distribution or self.top_k or self.teacher_top_k
+        return tuple(name for name in self.views if name != self.distribution_view or not more)
 
     @property
     def distribution_view(self) -> str:
@@ -141,12 +175,17 @@ class Plan:
         """
         names = sorted({d.view for d in self.divergences}) or ["teacher"]
         if len(names) > 1:
-            raise ConfigError(f"the divergences of an objective read one view; this one reads {' and '.join(names)}")
+            raise ConfigError(
+                f"a run measures the distributions of one scorer, and the terms of this objective want those of "
+                f"{' and '.join(names)}; take one of them out, or let both read the same"
+            )
         return names[0]
 
     @property
     def teacher_top_k(self) -> int:
         """Size of the teacher's own top-k support; 0 for none."""
+        if self.support != "student":
+            return 0
         return max((d.top_k for d in self.divergences if d.support == "teacher"), default=0)
 
     @property
@@ -181,7 +220,17 @@ def row_of(rollout: Rollout, prompt: ContextPrompt) -> Row:
 
 
 def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], want: Want, width: int) -> TeacherScores:
+    """The scores of `asked`, at once."""
+    return asked(scorer, own, everyone, want, width)()
+
+
+def asked(
+    scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], want: Want, width: int
+) -> Callable[[], TeacherScores]:
     """Scores the rows that have a prompt under the scorer's context; the others come back as not valid.
+
+    A teacher elsewhere (`is_remote`) is asked now and works until its scores are fetched; one of this process scores
+    then.
 
     Args:
       scorer: teacher and context.
@@ -189,16 +238,22 @@ def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], wan
       everyone: rows of all processes, for contexts that need siblings.
       want: what beside sampled log-probs.
       width: T of the result.
+
+    Returns:
+      What gives the scores; it raises what the teacher raises.
     """
     prompts = scorer.context(own, everyone)
     picked = [index for index, prompt in enumerate(prompts) if prompt is not None]
     rows = [row_of(own[index], prompt) for index, prompt in enumerate(prompts) if prompt is not None]
     if not rows and not hasattr(scorer.teacher, "is_collective"):
-        return nothing_scored(len(own), width, want)
-    if want.candidates_BTK is not None:
-        want = replace(want, candidates_BTK=want.candidates_BTK[picked])
-    scores = scorer.teacher.score(rows, want)
-    return scores.placed(picked, len(own), width)
+        return lambda: nothing_scored(len(own), width, want)
+    wanted = want if want.candidates_BTK is None else replace(want, candidates_BTK=want.candidates_BTK[picked])
+    if not getattr(scorer.teacher, "is_remote", False):
+        return lambda: scorer.teacher.score(rows, wanted).placed(picked, len(own), width)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
+    future = thread.submit(scorer.teacher.score, rows, wanted)
+    thread.shutdown(wait=False)
+    return lambda: future.result().placed(picked, len(own), width)
 
 
 def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
@@ -217,15 +272,14 @@ def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
 def score_views(
     plan: Plan, scorers: Mapping[str, Scorer], own: Sequence[Rollout], everyone: Sequence[Rollout], width: int
 ) -> dict[str, TeacherScores]:
-    """Every view that the plan reads; the one of its divergences with distributions, where they can be had.
+    """The views that the plan reads with more than sampled log-probs, with distributions where they can be had.
 
     Raises:
       TeacherCannot: a full distribution is needed, and the teacher's transport delivers none.
     """
     scored = {}
     for name in plan.views:
-        if name != plan.distribution_view or not (plan.distribution or plan.top_k or plan.teacher_top_k):
-            scored[name] = ask(scorers[name], own, everyone, SAMPLED, width)
+        if name in plan.sampled_views:
             continue
         want = Want(distribution=plan.distribution or plan.top_k > 0, top_k=plan.teacher_top_k)
         try:

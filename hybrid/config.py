@@ -50,6 +50,25 @@ class LoraConfig(Settings):
     )
 
 
+class OwnOptimizerConfig(Settings):
+    """How one method moves the student's weights, where that differs from the others; null is as they do."""
+
+    lr: PositiveFloat | None = Field(default=None, description="Learning rate at its highest.")
+    scheduler: Literal["constant", "linear", "cosine"] | None = Field(
+        default=None, description="How the learning rate falls after the warm-up."
+    )
+    warmup_steps: int | None = Field(default=None, ge=0, description="Steps in which the learning rate rises from 0.")
+    weight_decay: float | None = Field(default=None, ge=0, description="Decoupled weight decay (AdamW).")
+    max_grad_norm: PositiveFloat | None = Field(
+        default=None, description="Longer gradients are shortened to this length."
+    )
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What differs."""
+        return self.model_dump(exclude_none=True)
+
+
 class StudentConfig(Settings):
     """The model that is trained, and how its weights are moved."""
 
@@ -71,6 +90,11 @@ class StudentConfig(Settings):
         default_factory=dict,
         description="Own words of the contexts under which a method lets the student teach itself, each a text that "
         "ends with `{prompt}`; others have the wording of `teachers/contexts.py`.",
+    )
+    per_method: Mapping[Name, OwnOptimizerConfig] = Field(
+        default_factory=dict,
+        description="What a method that is compared has for itself, by its label: `{grpo: {lr: 3e-4}}`. "
+        "`--set student.lr=...` is meant for every method and wins over it.",
     )
 
 
@@ -239,8 +263,10 @@ class ExperimentConfig(Settings):
         return labelled
 
     def for_method(self, label: str) -> "ExperimentConfig":
-        """This experiment with one of its methods alone."""
-        return self.model_copy(update={"method": self.methods[label], "compare": ()})
+        """This experiment with one of its methods alone, and with the settings that this one has for itself."""
+        own = self.student.per_method.get(label, OwnOptimizerConfig())
+        student = self.student.model_copy(update={**own.chosen, "per_method": {}})
+        return self.model_copy(update={"method": self.methods[label], "compare": (), "student": student})
 
 
 def held_out(config: ExperimentConfig) -> DataConfig | None:

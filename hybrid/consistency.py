@@ -4,9 +4,12 @@ import difflib
 from collections.abc import Iterator
 
 from hybrid.config import ExperimentConfig
+from hybrid.errors import ConfigError
 from hybrid.methods import MethodConfig
 from hybrid.objective.objective import Objective
+from hybrid.per_method import label_problem
 from hybrid.teacher_config import (
+    LocalTeacherConfig,
     RecordedTeacherConfig,
     RoutedTeacherConfig,
     SelfTeacherConfig,
@@ -29,7 +32,7 @@ def contradictions(config: ExperimentConfig) -> list[Contradiction]:
     Returns:
       One entry per trouble; empty for an experiment that may run.
     """
-    found = [*_batches(config), *_trl(config), *_evaluation(config)]
+    found = [*_batches(config), *_trl(config), *_rewards(config), *_evaluation(config), *_labels(config)]
     if uses_teacher(config):
         found += _temperatures(config)
     paths: list[KeyPath] = [("method",), *(("compare", index) for index in range(len(config.compare)))]
@@ -116,9 +119,20 @@ def _trl(config: ExperimentConfig) -> Iterator[Contradiction]:
             )
 
 
+def _rewards(config: ExperimentConfig) -> Iterator[Contradiction]:
+    if config.rewards and all(reward.weight == 0 for reward in config.rewards):
+        yield ("rewards",), "all have the weight 0, so every response would be worth 0; give one a weight"
+
+
 def _evaluation(config: ExperimentConfig) -> Iterator[Contradiction]:
     if config.evaluate is not None and not config.rewards:
         yield ("evaluate",), "needs rewards to judge the answers; add rewards, or write evaluate: null"
+
+
+def _labels(config: ExperimentConfig) -> Iterator[Contradiction]:
+    for label in config.student.per_method:
+        if (wrong := label_problem(label, config.methods)) is not None:
+            yield ("student", "per_method", label), wrong
 
 
 def _method(config: ExperimentConfig, path: KeyPath, method: MethodConfig) -> Iterator[Contradiction]:
@@ -133,7 +147,19 @@ def _method(config: ExperimentConfig, path: KeyPath, method: MethodConfig) -> It
             ("train", "generations"),
             f"is {config.train.generations}, and {method.name} compares at least {least} responses per prompt",
         )
+    yield from _one_measurement(path, method.name, objective)
     yield from _measurements(config, path, method, objective)
+
+
+def _one_measurement(path: KeyPath, name: str, objective: Objective) -> Iterator[Contradiction]:
+    """Distributions of two scorers, or on two supports, which a run does not measure at once."""
+    from hybrid.collect import Plan
+
+    plan = Plan.of(objective)
+    try:
+        _ = (plan.distribution_view, plan.support)
+    except ConfigError as error:
+        yield path, f"{name}: {error}"
 
 
 def _measurements(
@@ -169,16 +195,18 @@ def _measurements(
 def _transport(
     config: ExperimentConfig, path: KeyPath, method: MethodConfig, objective: Objective
 ) -> Iterator[Contradiction]:
-    """What a server or a recording cannot deliver."""
+    """What a server, a recording or a cache cannot deliver."""
     assert config.teacher is not None
     name = method.name
     own = {view for view, spec in method.views.items() if spec.scorer == "self"}
     divergences = [divergence for divergence in objective.divergences if divergence.view not in own]
     for teacher in teachers_of(config.teacher).values():
-        if not isinstance(teacher, ServedTeacherConfig | RecordedTeacherConfig):
+        is_cached = isinstance(teacher, LocalTeacherConfig) and teacher.cache is not None
+        if not (is_cached or isinstance(teacher, ServedTeacherConfig | RecordedTeacherConfig)):
             continue
-        who = "a vLLM server" if isinstance(teacher, ServedTeacherConfig) else "a recording"
-        can_choose = isinstance(teacher, ServedTeacherConfig) and teacher.candidates
+        is_served = isinstance(teacher, ServedTeacherConfig)
+        who = "a vLLM server" if is_served else "a cache" if is_cached else "a recording"
+        can_choose = is_cached or (is_served and teacher.candidates)
         choices = (
             "its choices are: log-probs of the sampled tokens (opd with estimator k1, k2 or k3; opdvr; sipo), "
             "forward_kl on the teacher's own top_k (support: teacher), or a local teacher"
@@ -186,7 +214,13 @@ def _transport(
         for divergence in divergences:
             if divergence.support == "full":
                 yield path, f"{name} needs full distributions for {divergence.kind}, which {who} cannot give; {choices}"
-            elif divergence.support in ("student", "union") and not can_choose:
+            elif divergence.support == "union":
+                yield (
+                    path,
+                    f"{name} needs {divergence.kind} on the top {divergence.top_k} of both sides, which {who} cannot "
+                    f"give; {choices}",
+                )
+            elif divergence.support == "student" and not can_choose:
                 yield (
                     path,
                     f"{name} needs {divergence.kind} on the student's top {divergence.top_k}, which {who} cannot give "

@@ -29,11 +29,11 @@ class Operation:
     Attributes:
       kind: what `values` means.
       values: JSON values only.
-      step: of metrics; 0 elsewhere.
+      step: of metrics; the last one of a history; 0 elsewhere.
       time_ms: when it happened, in milliseconds since 1970.
     """
 
-    kind: Literal["metrics", "params", "tags", "artifact", "table", "resume", "status"]
+    kind: Literal["metrics", "params", "tags", "artifact", "table", "resume", "history", "status"]
     values: Mapping[str, Any]
     step: int = 0
     time_ms: int = 0
@@ -73,6 +73,7 @@ class Delivery:
         self._lost = False
         self._running = False
         self._flush_failed = False
+        self._torn = False
         self._closed = False
         self._idle = threading.Condition()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tracking")
@@ -95,7 +96,7 @@ class Delivery:
         with self._idle:
             self._queue.append(operation)
             if self._lost and not self._running:
-                self._append(operation)
+                self._keep(operation)
         self._start(now=False)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -125,7 +126,7 @@ class Delivery:
             self._closed = True
             self._pool.shutdown(wait=False, cancel_futures=True)
             if self._queue:
-                self._write()
+                self._keep()
             return len(self._queue)
 
     def _start(self, *, now: bool) -> None:
@@ -175,7 +176,7 @@ class Delivery:
             _log.warning("%s; the run goes on, its records wait in %s", error, self._buffer)
         self._lost = True
         self._flush_failed = True
-        self._write()
+        self._keep()
         self._retry_at = time.monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
@@ -183,12 +184,25 @@ class Delivery:
         self.num_refused += 1
         refused = self._buffer.with_name(f"{self._buffer.stem}_refused.jsonl")
         _log.warning("the tracking server refuses a %s record (%s); it is kept in %s", operation.kind, error, refused)
-        with refused.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**asdict(operation), "error": repr(error)}) + "\n")
+        try:
+            with refused.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**asdict(operation), "error": repr(error)}) + "\n")
+        except OSError as trouble:
+            _log.warning("it is lost: %s", trouble)
 
-    def _append(self, operation: Operation) -> None:
-        with self._buffer.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(operation)) + "\n")
+    def _keep(self, latest: Operation | None = None) -> None:
+        """Brings the buffer up to date, for `latest` alone by appending it; what the disk refuses waits in memory."""
+        try:
+            if latest is None or self._torn:
+                self._write()
+            else:
+                with self._buffer.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(latest)) + "\n")
+            self._torn = False
+        except OSError as error:
+            if not self._torn:
+                _log.warning("the records that wait for the tracking cannot be kept: %s; they wait in memory", error)
+            self._torn = True
 
     def _write(self) -> None:
         lines = [json.dumps(self._address), *(json.dumps(asdict(operation)) for operation in self._queue)]

@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from hybrid.errors import ConfigError
 from hybrid.heads import Head, logit_head, streamed
 from hybrid.objective.divergence import divergence, kl, with_tail
-from hybrid.objective.losses import Divergence
+from hybrid.objective.losses import Divergence, Support
 
 TeacherHead = Callable[[Tensor], Tensor]
 
@@ -37,7 +38,8 @@ class Request:
       teacher_head: what makes logits of them; both for full-support divergences.
       support_ids_BTK: ids of a top-k support (-1 is padding), and
       support_logprob_BTK: the teacher's log-probs there.
-      num_top: how many of the student's most likely ids to return; 0 for none.
+      num_top: how many most likely ids to return; 0 for none.
+      top_of: whose these are; those of a teacher need its hidden states, and the union has up to twice as many.
       vocab_size: real tokens that both vocabularies share; None for all.
     """
 
@@ -50,6 +52,7 @@ class Request:
     support_ids_BTK: Int[Tensor, "B T K"] | None = None
     support_logprob_BTK: Float[Tensor, "B T K"] | None = None
     num_top: int = 0
+    top_of: Support = "student"
     vocab_size: int | None = None
 
 
@@ -134,11 +137,48 @@ def _measure_chunk(request: Request, logits_NV: Tensor, target_N: Tensor, *rest:
             student_NS = on_support(student_NV, support_ids_NK)
             out[f"divergence/{index}"] = divergence(student_NS, with_tail(support_log_NK), wanted.kind, wanted.beta)
     if request.num_top:
-        out["top_logprobs"], out["top_ids"] = log_NV.topk(min(request.num_top, log_NV.shape[-1]), -1)
+        teacher_NV = None
         if teacher_hidden_NH is not None and request.teacher_head is not None:
             teacher_NV = torch.log_softmax(request.teacher_head(teacher_hidden_NH).float() / request.temperature, -1)
-            out["teacher_top_logprobs"] = teacher_NV.gather(-1, out["top_ids"])
+        out["top_ids"] = support_ids(log_NV, teacher_NV, request.num_top, request.top_of)
+        out["top_logprobs"] = on_ids(log_NV, out["top_ids"])
+        if teacher_NV is not None:
+            out["teacher_top_logprobs"] = on_ids(teacher_NV, out["top_ids"])
     return out
+
+
+def support_ids(
+    student_NV: Float[Tensor, "N V"], teacher_NV: Float[Tensor, "N W"] | None, num_top: int, top_of: Support
+) -> Int[Tensor, "N K"]:
+    """The most likely ids of the student, the teacher or both; those of both that are twice there are -1 once.
+
+    Args:
+      student_NV: log-probs or logits.
+      teacher_NV: likewise; None where only the student's are asked for.
+      num_top: how many of each.
+      top_of: whose.
+
+    Raises:
+      ConfigError: the teacher's are asked for, and its distribution is not there.
+    """
+    own_NK = student_NV.topk(min(num_top, student_NV.shape[-1]), -1).indices
+    if top_of == "student":
+        return own_NK
+    if teacher_NV is None:
+        raise ConfigError(
+            f"support: {top_of} needs the teacher's whole distribution, which only a teacher of this process gives; "
+            "use support: student, or a local teacher"
+        )
+    theirs_NK = teacher_NV.topk(min(num_top, teacher_NV.shape[-1]), -1).indices
+    if top_of == "teacher":
+        return theirs_NK
+    twice_NK = (theirs_NK[:, :, None] == own_NK[:, None, :]).any(-1)
+    return torch.cat([own_NK, theirs_NK.masked_fill(twice_NK, -1)], -1)
+
+
+def on_ids(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+    """Log-probs of ids; -inf where the id is -1."""
+    return log_NV.gather(-1, ids_NK.clamp(min=0)).masked_fill(ids_NK < 0, -torch.inf)
 
 
 def shared_log_softmax(logits: Float[Tensor, "*s V"], temperature: float, width: int | None) -> Float[Tensor, "*s W"]:
@@ -165,7 +205,7 @@ def reverse_kl_of_logits(
     Args:
       student_NV: of the student.
       teacher_NV: of the teacher, whose vocabulary may be padded otherwise.
-      wanted: with full support, or the student's top-k.
+      wanted: with any support.
       temperature: of the sampler, at which a top-k support is compared.
     """
     if wanted.support == "full":
@@ -174,11 +214,9 @@ def reverse_kl_of_logits(
             shared_log_softmax(x.float(), wanted.temperature, width) for x in (student_NV, teacher_NV)
         )
         return divergence(ours_NV, theirs_NV, "reverse_kl", wanted.beta)
-    assert wanted.support == "student"
-    log_NV = torch.log_softmax(student_NV.float() / temperature, -1)
-    top_NK, ids_NK = log_NV.topk(min(wanted.top_k, log_NV.shape[1]), -1)
-    theirs_NK = torch.log_softmax(teacher_NV.float() / temperature, -1).gather(1, ids_NK)
-    return coarse_reverse_kl(top_NK[None], theirs_NK[None])[0]
+    ours_NV, theirs_NV = (torch.log_softmax(x.float() / temperature, -1) for x in (student_NV, teacher_NV))
+    ids_NK = support_ids(ours_NV, theirs_NV, wanted.top_k, wanted.support)
+    return coarse_reverse_kl(on_ids(ours_NV, ids_NK)[None], on_ids(theirs_NV, ids_NK)[None])[0]
 
 
 def coarse_reverse_kl(

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from hybrid.tiny import cache_root
 
 GRACE_S = 3600
 """Seconds in which processes that were told to stop may finish their step and write a checkpoint."""
+
+LATER = timedelta(minutes=10)
+"""By how much PyTorch's own limit for processes that wait for each other comes after that of the watchdog, which says
+more."""
 
 RENDEZVOUS_S = 900
 """Seconds in which all nodes must have come."""
@@ -240,6 +245,7 @@ def join(engine: EngineConfig) -> None:
     import torch
 
     on_gpu = gpus() > 0
+    timeout = timedelta(seconds=engine.stall_after_s) + LATER
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if engine.kind == "deepspeed":
@@ -249,9 +255,9 @@ def join(engine: EngineConfig) -> None:
             # its shared-memory reduction is compiled for a minute and saves milliseconds; gloo does without
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+        deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     elif not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 
 
 def deepspeed_settings(config: ExperimentConfig, *, micro_batch: int, accumulation: int, bf16: bool) -> dict[str, Any]:

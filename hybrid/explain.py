@@ -6,7 +6,7 @@ top-k supports with a tail bucket, its log-probs of a demonstration stand beside
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -102,14 +102,21 @@ def explanation(
     """
     objective = method.build()
     batch = records.batch if step is None else replace(records.batch, step=step)
-    batch = _complete(batch, objective)
-    _need_all(batch, objective, records.partial)
+    batch = _in_one_order(batch, objective, records.response_ids)
+    made = {loss: _top_divergence(batch, loss) for loss in objective.divergences if _from_supports(batch, loss)}
+    _need_all(batch, objective, made.keys(), records.partial)
+    if batch.reverse_kl_BT is None:
+        to_teacher = (made[x] for x in made if x.kind == "reverse_kl" and x.view == "teacher")
+        batch = replace(batch, reverse_kl_BT=next(to_teacher, None))
     assignment, new_state = objective.assign(batch, _checked_state(state, objective))
-    loss = objective.loss(assignment, batch, _student_pass(records, batch, objective))
+    loss = objective.loss(assignment, batch, _student_pass(records, batch, objective, made))
     for name in ("policy", "kl", "sft"):
         value = float(getattr(loss, name))
         if not math.isfinite(value):
-            raise HybridError(f"the {name} loss of {method.name} is {value}; look for extreme log-probs in the record")
+            raise HybridError(
+                f"the {name} loss of {method.name} is {value}: a number of the record is too large for it "
+                f"({_most_extreme(records)}); bound it (ratio_clip) or take it out"
+            )
     kept_BT = torch.zeros_like(batch.mask_BT)
     for term, credit in zip(objective.terms, assignment.terms, strict=True):
         if term.kind != "sft":
@@ -127,6 +134,21 @@ def explanation(
     )
 
 
+def _most_extreme(records: Records) -> str:
+    """Where the largest log-prob of the record stands, and what it is."""
+    batch = records.batch
+    found = {f"scores.{name}.logprobs": view.logprob_BT for name, view in batch.views.items()}
+    found |= {"current_logprobs": records.current_logprob_BT, "student_logprobs": batch.student_logprob_BT}
+    sizes = {
+        key: x.abs().nan_to_num(nan=0.0).masked_fill(~batch.mask_BT, 0) for key, x in found.items() if x is not None
+    }
+    key = max(sizes, key=lambda name: float(sizes[name].max()))
+    row, place = divmod(int(sizes[key].argmax()), sizes[key].shape[-1])
+    value = found[key]
+    assert value is not None
+    return f"{key}[{place}] of response {records.response_ids[row]} is {float(value[row, place]):g}"
+
+
 def _branches(objective: Objective, assignment: Assignment, num_rows: int) -> tuple[str | None, ...]:
     """The first route branch that took each row, over the terms in their order."""
     names: list[str | None] = [None] * num_rows
@@ -141,64 +163,95 @@ def _checked_state(state: State | None, objective: Objective) -> State:
     """The state before this step: what was given over the method's first.
 
     Raises:
-      ConfigError: a name that the method does not keep.
+      ConfigError: a name that the method does not keep, or another number of values than it keeps.
     """
     first = objective.init()
-    for name in state or {}:
+    for name, numbers in (state or {}).items():
         if name not in first:
             near = get_close_matches(name, first, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it keeps {', '.join(first) or 'no state'}"
             raise ConfigError(f"state: the method keeps no {name!r}; {hint}")
+        if first[name] and len(numbers) != len(first[name]):
+            raise ConfigError(f"state: {name} has {len(numbers)} numbers; the method keeps {len(first[name])}")
     return first | dict(state or {})
 
 
-def _need_all(batch: RolloutBatch, objective: Objective, partial: Mapping[str, str]) -> None:
-    """Refuses a record without a measurement that some step or loss reads, before anything is computed."""
+def _need_all(
+    batch: RolloutBatch, objective: Objective, made: Collection[Divergence], partial: Mapping[str, str]
+) -> None:
+    """Refuses a record without a measurement that some step or loss reads, before anything is computed.
+
+    A reverse KL that is among the `made` ones need not have been measured.
+    """
+    unmade = [loss for loss in objective.divergences if loss.kind == "reverse_kl" and loss not in made]
     for need in sorted(objective.needs):
         for told in (need, f"{need}.logprobs", need.replace("student", "current")):
             if told in partial:
                 raise DataError(partial[told])
-        name, _, part = need.removeprefix("scores.").partition(".")
-        if need == "demonstration":
-            batch.texts()
-        elif not need.startswith("scores."):
-            batch.need(need)
-        elif part:
-            if name not in batch.views or batch.views[name].top_logprob_BTK is None:
-                raise MissingMeasurement(f"the method needs {need} (top_ids and top_logprobs), which the record lacks")
-        elif bool(batch.view(name).logprob_BT.isnan().any()):
-            raise MissingMeasurement(f"the method needs {need}.logprobs, which the record lacks")
+        if need == "kl" and made and not unmade:
+            continue
+        if need.startswith("scores."):
+            _need_scores(batch, need)
+        elif not batch.has(need):
+            raise _lacking(need)
 
 
-def _complete(batch: RolloutBatch, objective: Objective) -> RolloutBatch:
-    """The batch with all supports in the order of the student's ids, and the reverse KL made from them.
+def _need_scores(batch: RolloutBatch, need: str) -> None:
+    """Refuses a record without a scorer, or without the kind of scores that is asked of it."""
+    name, _, part = need.removeprefix("scores.").partition(".")
+    if name not in batch.views:
+        has = ", ".join(sorted(f"scores.{name}" for name in batch.views)) or "no scores"
+        raise _lacking(need, f" (it has {has})")
+    if part and batch.views[name].top_logprob_BTK is None:
+        raise _lacking(f"{need} (top_ids and top_logprobs)")
+    if not part and bool(batch.views[name].logprob_BT.isnan().any()):
+        raise _lacking(f"{need}.logprobs")
 
-    The KL is made where it was not measured and a top-k one is asked for; a full one is more than a support can tell.
-    """
+
+def _lacking(need: str, beside: str = "") -> MissingMeasurement:
+    """What is said of a measurement that no line of the record has."""
+    return MissingMeasurement(
+        f"the method needs {need}, which no line of the record has{beside}; record it, or ask a method that does "
+        "without it (`hybrid methods NAME` says what each needs)"
+    )
+
+
+def _in_one_order(batch: RolloutBatch, objective: Objective, response_ids: Sequence[str]) -> RolloutBatch:
+    """The batch with all supports that the objective reads in the order of the student's ids."""
     student = batch.views.get("student")
     wanted = {need.split(".")[1] for need in objective.needs if need.endswith(".top")} - {"student"}
-    asked = [loss for loss in objective.divergences if loss.kind == "reverse_kl" and loss.support != "full"]
-    missing_kl = batch.reverse_kl_BT is None and bool(asked)
-    wanted |= {loss.view for loss in asked if missing_kl}
+    wanted |= {loss.view for loss in objective.divergences if _from_supports(batch, loss)}
     if student is None or student.top_logprob_BTK is None:
         return batch
     views = dict(batch.views)
     for name in sorted(wanted & views.keys()):
         if views[name].top_logprob_BTK is not None:
-            views[name] = _in_order_of(student, views[name], name, batch.mask_BT)
-    batch = replace(batch, views=views)
-    if not missing_kl or asked[0].view not in views or views[asked[0].view].top_logprob_BTK is None:
-        return batch
-    return replace(batch, reverse_kl_BT=_top_divergence(batch, asked[0]))
+            views[name] = _in_order_of(student, views[name], name, batch.mask_BT, response_ids)
+    return replace(batch, views=views)
 
 
-def _student_pass(records: Records, batch: RolloutBatch, objective: Objective) -> StudentPass:
+def _from_supports(batch: RolloutBatch, loss: Divergence) -> bool:
+    """Whether a divergence is made from the recorded supports.
+
+    A reverse KL from the teacher is what `kl` holds, if it was measured; a full one is more than a support can tell.
+    """
+    views = [batch.views.get(name) for name in ("student", loss.view)]
+    if any(view is None or view.top_logprob_BTK is None for view in views):
+        return False
+    if loss.kind != "reverse_kl":
+        return True
+    return loss.support != "full" and (batch.reverse_kl_BT is None or loss.view != "teacher")
+
+
+def _student_pass(
+    records: Records, batch: RolloutBatch, objective: Objective, made: Mapping[Divergence, Float[Tensor, "B T"]]
+) -> StudentPass:
     """The student of the update, as the record has it; zeros where no term reads it."""
     zeros_BT = torch.zeros(batch.mask_BT.shape, dtype=batch.dtype)
     student = batch.views.get("student")
     divergences = {}
     for loss in objective.divergences:
-        value_BT = batch.reverse_kl_BT if loss.kind == "reverse_kl" else _top_divergence(batch, loss)
+        value_BT = made.get(loss, batch.reverse_kl_BT)
         assert value_BT is not None, "_need_all() has asked for it"
         divergences[loss] = value_BT
     return StudentPass(
@@ -216,7 +269,7 @@ def _demonstration_logprobs(records: Records, objective: Objective) -> Float[Ten
     if records.demonstration_logprob_BU is not None:
         return records.demonstration_logprob_BU
     if bool(text.mask_BU.any()):
-        raise MissingMeasurement("the method needs demonstration.logprobs, which the record lacks")
+        raise _lacking("demonstration.logprobs")
     return torch.zeros(text.mask_BU.shape, dtype=records.batch.dtype)
 
 
@@ -242,7 +295,9 @@ def _kept_support(
     return {"student": by_student, "teacher": by_teacher, "union": by_student | by_teacher}[loss.support]
 
 
-def _in_order_of(student: View, scorer: View, name: str, mask_BT: Bool[Tensor, "B T"]) -> View:
+def _in_order_of(
+    student: View, scorer: View, name: str, mask_BT: Bool[Tensor, "B T"], response_ids: Sequence[str]
+) -> View:
     """A scorer's support in the order of the student's ids.
 
     Raises:
@@ -258,8 +313,8 @@ def _in_order_of(student: View, scorer: View, name: str, mask_BT: Bool[Tensor, "
     if not bool((same_BT | ~live_BT).all()):
         row, place = (~same_BT & live_BT).nonzero()[0].tolist()
         raise DataError(
-            f"scores.student.top_ids and scores.{name}.top_ids hold different ids (response {row}, token {place}, both "
-            "counted from 0); record both on one support"
+            f"response {response_ids[row]}: scores.student.top_ids[{place}] and scores.{name}.top_ids[{place}] hold "
+            "different ids; record both on one support"
         )
     # The k-th smallest id of one stands where the k-th smallest of the other does.
     rank_BTK = own.sort(dim=-1, stable=True).indices.sort(dim=-1, stable=True).indices

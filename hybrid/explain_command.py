@@ -72,7 +72,10 @@ def run_explain(
         raise ConfigError("--state belongs to one method; explain them one by one")
     shown = {name: explanation(config, records, step=step, state=start) for name, config in chosen.items()}
     if html is not None:
-        html.write_text(page(shown), encoding="utf-8")
+        try:
+            html.write_text(page(shown), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from error
     if len(shown) == 1:
         only = next(iter(shown.values()))
         return json.dumps(only.to_dict(), allow_nan=False) if as_json else explanation_table(only)
@@ -81,13 +84,13 @@ def run_explain(
     return Group(*(explanation_table(one, title=name) for name, one in shown.items()), comparison_table(shown))
 
 
-def method_from(name: str, settings: Sequence[str] = ()) -> MethodConfig:
+def method_from(name: str, settings: Sequence[str] = (), *, option: str = "--method") -> MethodConfig:
     """A method by its name, or from a YAML file, with settings over it.
 
     Raises:
       ConfigError: no such method, file or setting; the message has the nearest right name.
     """
-    document = _method_document(name)
+    document = _method_document(name, option)
     try:
         document = override(document, [f"method.{setting}" for setting in settings])
         document = _with_nested_defaults(document)
@@ -111,11 +114,12 @@ def _with_nested_defaults(document: Document) -> Document:
     return replace(document, values={"method": {**block, **filled}}) if filled else document
 
 
-def _method_document(name: str) -> Document:
+def _method_document(name: str, option: str) -> Document:
     """The document of a method: that of its file, cut to its method block, or one that says the name alone."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        return Document({"method": {"name": name}}, {("method", "name"): f"--method {name}"}, f"--method {name}")
+        said = f"{option} {name}"
+        return Document({"method": {"name": name}}, {("method", "name"): said}, said)
     document = load_document(path)
     if "method" in document.values:
         places = {path: place for path, place in document.places.items() if path[0] == "method"}
@@ -141,7 +145,9 @@ def compared_methods(names: str, settings: Sequence[str]) -> dict[str, MethodCon
                 f"--set {setting}: with --compare, begin with the method's name, as in --set {labels[0]}.key=value"
             )
     return {
-        label: method_from(name, [s.split(".", 1)[1] for s in settings if s.split(".", 1)[0] == label])
+        label: method_from(
+            name, [s.split(".", 1)[1] for s in settings if s.split(".", 1)[0] == label], option="--compare"
+        )
         for label, name in zip(labels, chosen, strict=True)
     }
 

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from hybrid.checkpoints import disk_told
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
 from hybrid.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main
-from hybrid.tracking import Tracker
+from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
 from hybrid.training_args import needs_vllm
 
@@ -36,6 +37,7 @@ def train_experiment(
     *,
     source: Path,
     resume: str | None = None,
+    from_best: bool = False,
     overrides: Sequence[str] = (),
     nodes: Nodes = ONE_NODE,
 ) -> int:
@@ -45,6 +47,8 @@ def train_experiment(
       config: the experiment, checked.
       source: its file, for messages and for the processes that are started.
       resume: "latest", or the folder of an earlier start of the same experiment.
+      from_best: go back to the best checkpoint of each training that is not done, in place of its newest; without
+        `resume`, of the latest start.
       overrides: settings that were given beside the file, for the processes that are started.
       nodes: the machines of the run.
 
@@ -56,15 +60,16 @@ def train_experiment(
     """
     quiet()
     needs_vllm(config)
+    resume = "latest" if from_best and resume is None else resume
     if needs_launch(config.engine):
-        return start_processes(config, source, resume, overrides, nodes)
+        return start_processes(config, source, resume, overrides, nodes, from_best=from_best)
     join(config.engine)
     if config.student.model.startswith(TINY):
         torch.set_num_threads(1)  # tiny matrices: more threads cost more than they bring
     is_main = this_rank().is_main
     console = Console(quiet=not is_main)
     folder = from_main(lambda: run_folder(config, resume))
-    with Bars(console) as bars, Stop(bars.say) as stop:
+    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder):
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
         student = model_folder(config.student.model, "student", bars.advance)
         for line in plan_lines(config) if this_rank().world == 1 else []:
@@ -94,19 +99,25 @@ def train_experiment(
             )  # fmt: skip
             outcomes = []
             for label in config.methods:
-                outcomes.append(train_method(setting, label, resuming=resume is not None))
+                outcomes.append(train_method(setting, label, resuming=resume is not None, from_best=from_best))
                 if stop.agreed():
                     break
             report = None
-            if is_main and stop.received is None and held_out is not None:
-                report = write_comparison(config, folder, parent)
+            if is_main and stop.received is None and all_sent(folder, list(config.methods), parent, bars.say):
+                report = write_comparison(config, folder, parent) if held_out is not None else None
     print_outcomes(console, outcomes, report)
     console.print(closing(config, source, folder, stop), highlight=False)
     return stop.exit_code
 
 
 def start_processes(
-    config: ExperimentConfig, source: Path, resume: str | None, overrides: Sequence[str], nodes: Nodes
+    config: ExperimentConfig,
+    source: Path,
+    resume: str | None,
+    overrides: Sequence[str],
+    nodes: Nodes,
+    *,
+    from_best: bool = False,
 ) -> int:
     """Makes what all processes share, and runs this command once per process."""
     console = Console()
@@ -123,6 +134,7 @@ def start_processes(
     command = ["-m", "hybrid.cli", "train", str(source)]
     command += [part for setting in overrides for part in ("--set", setting)]
     command += [] if resume is None else ["--resume", resume]
+    command += ["--from-best"] if from_best else []
     with ExitStack() as stack:
         student = model_folder(config.student.model, "student")
         start_for_all(config, Making.of(config, stack, folder=folder, student=student))
@@ -243,9 +255,29 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
     return tracker
 
 
+def all_sent(folder: Path, names: Sequence[str], parent: Tracker | Silent, tell: Callable[[str], None]) -> bool:
+    """Whether the tracking has everything; what a lost store could not take, of whichever start, is sent now.
+
+    Args:
+      folder: of the run.
+      names: of the trainings' folders in it.
+      parent: their parent's tracker.
+      tell: told where something waits.
+    """
+    waiting = sum(replay(folder / name / "tracking") for name in names)
+    if not waiting and parent.flush():
+        return True
+    tell(
+        "the MLflow store does not take its records, which wait on disk; once it does, --resume sends them and writes "
+        "the report"
+    )
+    return False
+
+
 def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | Silent) -> Path:
-    """The HTML report of this start's trainings, also an artifact of the parent run."""
+    """The HTML report of this start's trainings and a picture of their curves, also artifacts of the parent run."""
     from hybrid.compare.load import load_runs
+    from hybrid.compare.plots import learning_curves_png
     from hybrid.compare.report import write_report
 
     experiment = config.tracking.experiment or config.name
@@ -253,7 +285,9 @@ def write_comparison(config: ExperimentConfig, folder: Path, parent: Tracker | S
     labels = list(config.methods)
     baseline = next((label for label in labels if label == "grpo"), labels[-1])
     path = write_report(runs, folder / "report.html", title=config.name, baseline=baseline)
-    parent.artifact_file(path)
+    picture = learning_curves_png(runs, folder / "learning_curves.png", baseline=baseline)
+    for file in (path, picture):
+        parent.artifact_file(file)
     return path
 
 

@@ -61,6 +61,31 @@ MEANINGS: Mapping[str, str] = {
 }
 """What a metric means, where its name alone does not say it."""
 
+COUNTING = """## What is counted
+
+The same for every method, in training and in `hybrid explain`:
+
+- A term's denominator counts the tokens that the term knows, whether its gates leave them open or not; KAT's counts
+  the tokens that are kept. Tokens outside `token_mask` are no tokens of the response at all.
+- A token or response that the teacher could not score leaves the term that needs the score, numerator and denominator,
+  and keeps the terms that do not.
+- An unscored response (`reward: null`) is nobody's sibling. Its reward advantage is 0 and its tokens stay in the
+  denominator, as those of a group of equal rewards do; OPDVR's gate is closed on it, and the soft gate of R2-OPD is
+  even, which is plain distillation. A group of one has the reward advantage 0.
+- Responses at the length limit that a setting drops (`truncated: skip`, `drop_truncated`) leave numerator and
+  denominator. RSTG's `exclude_truncated` takes their guidance alone: they stay in the denominator, as all-right groups
+  do.
+- A mean over responses counts empty ones too, with a loss of 0, and a mean over prompts those whose responses are all
+  empty; neither counts what a failed teacher lost as a whole.
+- A likelihood term counts one text per prompt, the first that a response of it carries.
+- Log-ratios are bounded at 20 before they are exponentiated (of GSPO their mean over the response is); nothing else is
+  bounded unless a setting says so.
+- `kl` in a record is the divergence from the teacher. A divergence from another scorer, and one that was not measured,
+  is made from the recorded supports of student and scorer, with a bucket for the tail; that on the full vocabulary must
+  have been measured.
+"""
+"""The end of the index page."""
+
 PATTERNS: Sequence[tuple[str, str]] = (
     (r"(\w+)/mean", "mean of the signal {0} over the tokens that it knows"),
     (r"kept/(\w+)", "share of known tokens that the gate {0} leaves open"),
@@ -114,7 +139,8 @@ def index_page() -> str:
     """A line per method, as Markdown."""
     lines = [f"| [{name}]({name}.md) | {cell(first_line(kind))} | {cell(kind.paper)} |" for name, kind in in_order()]
     head = "# Methods\n\nMade by `python -m hybrid.method_pages` from the classes in `hybrid/methods`.\n\n"
-    return head + "\n".join(["| method | what it does | paper |", "| --- | --- | --- |", *lines]) + "\n"
+    table = "\n".join(["| method | what it does | paper |", "| --- | --- | --- |", *lines])
+    return f"{head}{table}\n\n{COUNTING}"
 
 
 def in_order() -> list[tuple[str, type[MethodConfig]]]:

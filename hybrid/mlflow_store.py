@@ -23,6 +23,8 @@ T = TypeVar("T")
 _METRICS_PER_CALL = 1000  # MLflow's own limits per log_batch call
 _ENTRIES_PER_CALL = 100
 _LONGEST_TABLE_LIST = 4000  # MLflow lists a run's tables in one tag, and cannot read it any more once that is cut
+_TABLES_TAG = "mlflow.loggedArtifacts"
+_STORE_CANNOT = ("disk is full", "disk I/O error", "readonly database", "database is locked", "unable to open database")
 _SETTINGS = {  # MLflow otherwise tries for minutes, and draws its bars into ours; what the user has set stays
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -53,8 +55,8 @@ def open_client(uri: str) -> "MlflowClient":
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # what it logs it also raises
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of mlflow's and sqlalchemy's own making while they load
         from mlflow import MlflowClient
@@ -141,12 +143,19 @@ def _or_tracking_error(uri: str, ask: Callable[[], T]) -> T:
 
 
 class Sender:
-    """Calls MLflow for the operations at the front of the queue."""
+    """Calls MLflow for the operations at the front of the queue.
+
+    A run that is gone on with does again the steps after its last checkpoint. The points and tables that it has already
+    are not sent a second time, so that every metric has one point per step.
+    """
 
     def __init__(self, client: "MlflowClient", run_id: str) -> None:
         """Sends to one run."""
         self._client = client
         self._run_id = run_id
+        self._resumed = False
+        self._last_steps: dict[str, int] = {}
+        self._known_tables = ""
 
     def __call__(self, operations: Sequence[Operation]) -> int:
         """Delivers the first operation, and the metrics behind it that fit into the same call.
@@ -171,9 +180,14 @@ class Sender:
         return len(batch)
 
     def _reach(self, error: Exception) -> None:
-        """Returns if the store answers, so that `error` was about what was sent; raises `LostError` if it does not."""
+        """Returns if the store answers, so that `error` was about what was sent; raises `LostError` if it does not.
+
+        A store that reads and cannot write just now is lost too.
+        """
         from mlflow.exceptions import MlflowException
 
+        if words := next((words for words in _STORE_CANNOT if words in str(error)), None):
+            raise LostError(f"the tracking store cannot write: {words}") from error
         try:
             self._client.get_run(self._run_id)
         except (MlflowException, OSError):
@@ -195,9 +209,12 @@ class Sender:
             case "table":
                 self._table(Path(values["file"]), values["name"])
             case "resume":
-                num_resumes = int(self._client.get_run(self._run_id).data.tags.get("hybrid.resumes", "0"))
-                self._tags({**values, "hybrid.resumes": str(num_resumes + 1)})
+                tags = self._client.get_run(self._run_id).data.tags
+                self._tags({**values, "hybrid.resumes": str(int(tags.get("hybrid.resumes", "0")) + 1)})
+                self._resumed, self._known_tables = True, tags.get(_TABLES_TAG, "")
                 self._client.update_run(self._run_id, status="RUNNING")
+            case "history":
+                self._history(values["run_id"], batch[0].step)
             case "status":
                 self._client.set_terminated(self._run_id, values["status"], batch[0].time_ms)
 
@@ -205,8 +222,27 @@ class Sender:
         from mlflow.entities import Metric
 
         points = [Metric(k, v, one.time_ms, one.step) for one in batch for k, v in one.values.items()]
+        if self._resumed:
+            points = [point for point in points if point.step > self._last_step(point.key)]
         for start in range(0, len(points), _METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=points[start : start + _METRICS_PER_CALL])
+
+    def _history(self, run_id: str, last_step: int) -> None:
+        """Points of another run, as they are; that run is over, even where a kill has let nobody say so."""
+        run = self._client.get_run(run_id)
+        if run.info.status == "RUNNING":
+            self._client.set_terminated(run_id, "KILLED")
+        for name in run.data.metrics:
+            known = [point for point in self._client.get_metric_history(run_id, name) if point.step <= last_step]
+            for start in range(0, len(known), _METRICS_PER_CALL):
+                self._client.log_batch(self._run_id, metrics=known[start : start + _METRICS_PER_CALL])
+
+    def _last_step(self, name: str) -> int:
+        """Of the points that a metric had when the run was gone on with; -1 without any."""
+        if name not in self._last_steps:
+            known = self._client.get_metric_history(self._run_id, name)
+            self._last_steps[name] = max((point.step for point in known), default=-1)
+        return self._last_steps[name]
 
     def _params(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param
@@ -221,11 +257,13 @@ class Sender:
 
     def _table(self, file: Path, name: str) -> None:
         import pandas as pd
-        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
+        if json.dumps(name) in self._known_tables:
+            shutil.rmtree(file.parent)
+            return
         # of objects, for mlflow asks pandas for object columns in a way that pandas 3 deprecates for text columns
         rows = pd.DataFrame(json.loads(file.read_text(encoding="utf-8")), dtype=object)
-        known = self._client.get_run(self._run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "")
+        known = self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "")
         if len(known) < _LONGEST_TABLE_LIST or json.dumps(name) in known:
             self._client.log_table(self._run_id, rows, name)
         else:

@@ -105,6 +105,8 @@ def plan_lines(config: ExperimentConfig, nodes: Nodes = ONE_NODE) -> list[str]:
     blocks = {} if config.teacher is None else teachers_of(config.teacher)
     lines += [f"{name}: {teacher_text(block, config, student, processes)}" for name, block in blocks.items()]
     lines += [text for label, method in config.methods.items() for text in own_teachers(label, method, config, student)]
+    for label, own in config.student.per_method.items():
+        lines.append(f"{label}: {', '.join(f'{key} {value}' for key, value in own.chosen.items()) or 'as the others'}")
     return [*lines, f"rollouts: {rollouts_text(config)}"]
 
 

@@ -4,7 +4,7 @@ import difflib
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from hybrid.config import ExperimentConfig
 from hybrid.consistency import contradictions
 from hybrid.errors import ConfigError
+from hybrid.per_method import experiment_overridden
 from hybrid.trl_fields import OWN_NAMES
 from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
 
@@ -68,8 +69,14 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> ExperimentConf
     Raises:
       ConfigError: one line per error, each with file, line, key and what to do.
     """
-    document = override(load_document(path), overrides)
-    return validated(document)
+    return validated(read_document(path, overrides))
+
+
+def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
+    """What stands in an experiment file and on the command line, not yet checked; see `read_experiment`."""
+    before = load_document(path)
+    after = override(before, overrides)
+    return replace(after, values=experiment_overridden(before.values, after.values, overrides))
 
 
 def validated(document: Document) -> ExperimentConfig:
@@ -191,6 +198,8 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 def _unknown_key(loc: KeyPath) -> str:
     key, near = str(loc[-1]), _nearest(loc)
+    if near == key:
+        return f"is no key of a {loc[-2]}, which the other keys say it is; there are {', '.join(_fields_at(loc[:-1]))}"
     if near is not None:
         return f"unknown key; did you mean {near}?"
     elsewhere = [path for path in _all_keys() if path.rpartition(".")[2] == key] + [OWN_NAMES.get(key, "")]

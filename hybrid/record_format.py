@@ -119,7 +119,7 @@ def _line(text: bytes, where: str) -> RecordLine:
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _location(first["loc"]))[1:]
         given = first["input"]
     name = _name_of(text)
-    where = f"{where} (response {name})" if name else where
+    where = f"{where} ({name})" if name else where
     if first["type"] == "extra_forbidden":
         near = get_close_matches(key.rsplit(".")[-1], _siblings(first["loc"]), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_siblings(first['loc']))}"
@@ -144,9 +144,11 @@ def _siblings(loc: Sequence[str | int]) -> list[str]:
 
 
 def _name_of(text: bytes) -> str:
-    """The response_id, or the prompt_id, of a line that is JSON but no record; empty where there is none."""
+    """Which response, or which prompt, a line that is JSON but no record is about; empty where it does not say."""
     value = from_json(text)
-    return str(value.get("response_id") or value.get("prompt_id") or "") if isinstance(value, dict) else ""
+    keys = ("response_id", "prompt_id") if isinstance(value, dict) else ()
+    named = [f"{key.removesuffix('_id')} {value[key]}" for key in keys if isinstance(value.get(key), str | int)]
+    return named[0] if named else ""
 
 
 def _check_lengths(line: RecordLine, where: str) -> None:

@@ -26,6 +26,9 @@ class Silent:
     def tags(self, values: Mapping[str, str]) -> None:
         """Nothing."""
 
+    def history(self, run_id: str, last_step: int) -> None:
+        """Nothing."""
+
     def artifact_text(self, name: str, text: str) -> None:
         """Nothing."""
 

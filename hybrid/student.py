@@ -63,6 +63,7 @@ def measure_student(
             teacher_hidden_BTH=None if hidden_BTH is None else piece.of(hidden_BTH).to(mask_BT.device),
             teacher_head=None if teacher is None else teacher.head,
             num_top=plan.top_k,
+            top_of=plan.support,
         )
         parts.append(run(piece, request))
     whole = {key: placed([part[key] for part in parts], pieces, mask_BT, FILL.get(key, 0)) for key in parts[0]}

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from pydantic import Field, ValidationError
 
 from hybrid.config import ExperimentConfig, Name
 from hybrid.errors import ConfigError
+from hybrid.per_method import flat, label_problem, set_dotted, sweep_overridden
 from hybrid.read_config import Problem, validated
 from hybrid.teacher_config import Settings
-from hybrid.yaml_file import Document, load_document, override
+from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
 
 
 class SweepConfig(Settings):
@@ -33,6 +34,11 @@ class SweepConfig(Settings):
     )
     settings: Mapping[str, Any] = Field(
         default_factory=dict, description="Settings of every cell, by dotted keys or in blocks that are merged."
+    )
+    per_method: Mapping[str, Mapping[str, Any]] = Field(
+        default_factory=dict,
+        description="Settings (dotted keys) of single methods by label: `{grpo: {student.lr: 3e-4}}`. They win over "
+        "`tasks` and `settings`, and `vary` over them.",
     )
     baseline: str | None = Field(default=None, description="The method that the others are compared with.")
     only: Mapping[str, tuple[str, ...]] = Field(
@@ -68,6 +74,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
       ConfigError: one line per error; those of a cell name the cell.
     """
     document = override(load_document(path), overrides)
+    document = replace(document, values=sweep_overridden(document.values, overrides))
     try:
         sweep = SweepConfig.model_validate(document.values)
     except ValidationError as error:
@@ -79,18 +86,36 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
     tasks = sweep.tasks or {"": {}}
     variations = [dict(zip(sweep.vary, values, strict=True)) for values in product(*sweep.vary.values())]
     labels = labels_of(methods)
+    plain, of_base = without_own(plain)
     cells = []
     for seed, (task, settings), (label, method), varied in product(
         seeds, tasks.items(), zip(labels, methods, strict=True), variations
     ):
         if label in sweep.only and task not in sweep.only[label]:
             continue
-        changes = {**sweep.settings, **settings, **varied, "seed": seed, "name": sweep.name}
+        own = (of_base.get(label, {}), sweep.settings, settings, sweep.per_method.get(label, {}), varied)
+        changes = (*map(flat, own), {"seed": seed, "name": sweep.name})
         config = cell_config(plain, method, changes, f"{path}: cell {task} {label} seed {seed}")
         cells.append(Cell(task=task, label=variation_label(label, varied), seed=seed, config=config))
+    refuse_unknown_labels(sweep, labels, document)
     if not cells:
         raise ConfigError(f"{path}: the sweep has no cell; give it seeds, methods and tasks")
     return sweep, cells
+
+
+def too_few_seeds(cells: Sequence[Cell]) -> str | None:
+    """Says so where no difference between the methods could be shown, however large; None where one could."""
+    from hybrid.compare.statistics import fewest_seeds
+
+    num_seeds = len({cell.seed for cell in cells})
+    num_compared = max(len({cell.label for cell in cells if cell.task == task}) for task in {c.task for c in cells}) - 1
+    least = fewest_seeds(num_compared=max(1, num_compared))
+    if num_compared == 0 or num_seeds >= least:
+        return None
+    return (
+        f"with {num_seeds} seeds no difference can be shown at 95 %, however large, among {num_compared} comparisons "
+        f"with the baseline: the exact test with Holm's correction needs {least}"
+    )
 
 
 def sweep_problems(error: ValidationError, document: Document) -> list[str]:
@@ -122,33 +147,56 @@ def variation_label(label: str, varied: Mapping[str, Any]) -> str:
     return "_".join([label, *(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in varied.items())])
 
 
-def cell_config(plain: Document, method: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> ExperimentConfig:
+def without_own(plain: Document) -> tuple[Document, dict[str, dict[str, Any]]]:
+    """The base experiment without `student.per_method`, and what stood there, as settings of cells by label."""
+    student = plain.values.get("student")
+    own = student.get("per_method") if isinstance(student, Mapping) else None
+    if not isinstance(own, Mapping) or not all(isinstance(one, Mapping) for one in own.values()):
+        return plain, {}  # what is wrong there is told with the first cell
+    shared = {key: value for key, value in plain.values["student"].items() if key != "per_method"}
+    of_label = {
+        label: {f"student.{key}": value for key, value in one.items() if value is not None}
+        for label, one in own.items()
+    }
+    return replace(plain, values={**plain.values, "student": shared}), of_label
+
+
+def refuse_unknown_labels(sweep: SweepConfig, labels: Sequence[str], document: Document) -> None:
+    """Makes sure that what is said of single methods is said of methods of the sweep.
+
+    Raises:
+      ConfigError: `per_method`, `only` or `baseline` names a method that the sweep has not.
+    """
+    named: list[tuple[KeyPath, str]] = [(("per_method", label), label) for label in sweep.per_method]
+    named += [(("only", label), label) for label in sweep.only]
+    if sweep.baseline is not None and not sweep.vary:
+        named.append((("baseline",), sweep.baseline))
+    wrong = [(path, label_problem(label, labels)) for path, label in named]
+    found = [str(Problem(document.place(path), dotted(path), what)) for path, what in wrong if what is not None]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def cell_config(
+    plain: Document, method: Mapping[str, Any], changes: Sequence[Mapping[str, Any]], where: str
+) -> ExperimentConfig:
     """The experiment of one cell.
+
+    Args:
+      plain: the base experiment.
+      method: the cell's block of `methods`.
+      changes: settings by dotted keys; later ones win.
+      where: names the cell, for messages.
 
     Raises:
       ConfigError: the cell's settings do not fit; the message names the cell.
     """
     own = {key: value for key, value in method.items() if key != "label"}
     values: dict[str, Any] = {**plain.values, "method": own, "compare": []}
-    for key, value in changes.items():
-        set_dotted(values, key, value)
+    for settings in changes:
+        for key, value in settings.items():
+            set_dotted(values, key, value)
     try:
         return validated(Document(values=values, places=plain.places, source=plain.source))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
-    """Puts a value at a dotted key, copying what it goes through.
-
-    A block is put key by key into the one that stands there; one that says what it is (`name`, `task`) takes its place.
-    """
-    head, _, rest = key.partition(".")
-    inner = values.get(head)
-    merges = isinstance(value, Mapping) and isinstance(inner, Mapping) and not {"name", "task"} & value.keys()
-    if not rest and not merges:
-        values[head] = value
-        return
-    values[head] = dict(inner) if isinstance(inner, Mapping) else {}
-    for name, one in ((rest, value),) if rest else value.items():
-        set_dotted(values[head], name, one)

@@ -97,15 +97,14 @@ class PromptConfig(Settings):
     )
 
 
+_CACHE = (
+    "Folder on this machine in which scores are kept by their content, for later runs too: each sequence is scored "
+    "once. Not for whole distributions."
+)
+_TEMPERATURE = "At which its log-probs hold; null is `train.temperature`, the only right one for most."
+
+
 class _Teacher(Settings):
-    temperature: PositiveFloat | None = Field(
-        default=None,
-        description="At which its log-probs hold; null is `train.temperature`, the only right one for most.",
-    )
-    on_failure: Literal["mask", "stop"] = Field(
-        default="mask",
-        description="A row that cannot be scored loses its teacher term and is counted, or the run stops.",
-    )
     context: ContextConfig | None = Field(
         default=None, description="What the teacher sees beside the prompt; null is nothing."
     )
@@ -125,7 +124,9 @@ class LocalTeacherConfig(_Teacher):
     token_budget: int | None = Field(
         default=None, ge=1, description="Padded tokens of one forward; null is `engine.max_tokens_per_micro_batch`."
     )
+    temperature: PositiveFloat | None = Field(default=None, description=_TEMPERATURE)
     align: bool = Field(default=False, description=_ALIGN)
+    cache: str | None = Field(default=None, description=_CACHE)
 
 
 class RequestsConfig(Settings):
@@ -164,6 +165,11 @@ class ServedTeacherConfig(_Teacher):
     serve: Literal["auto"] | ServerConfig | None = Field(
         default=None, description="The run starts the server itself and stops it: `auto`, or its settings."
     )
+    temperature: PositiveFloat | None = Field(default=None, description=_TEMPERATURE)
+    on_failure: Literal["mask", "stop"] = Field(
+        default="mask",
+        description="A row that cannot be scored loses its teacher term and is counted, or the run stops.",
+    )
     api_key_env: str = Field(default="HYBRID_TEACHER_API_KEY", description="Environment variable of the API key.")
     requests: RequestsConfig = Field(default_factory=RequestsConfig, description="How the server is asked.")
     candidates: bool = Field(
@@ -171,6 +177,7 @@ class ServedTeacherConfig(_Teacher):
         description="The server scores ids that the student chose (vLLM's `/inference/v1/generate`, GPU only).",
     )
     align: bool = Field(default=False, description=_ALIGN)
+    cache: str | None = Field(default=None, description=_CACHE)
 
     @model_validator(mode="after")
     def _has_a_server(self) -> Self:
@@ -206,7 +213,6 @@ class SelfTeacherConfig(_Teacher):
     """The student itself."""
 
     own: SelfConfig = Field(alias="self", description="Which weights of the student teach.")
-    batch_size: int = Field(default=8, ge=1, description="Rows of one forward.")
 
 
 class RecordedTeacherConfig(_Teacher):
@@ -224,7 +230,14 @@ _KINDS = (
 
 
 def _kind_of_teacher(value: Any) -> str:
-    keys = set(value) if isinstance(value, Mapping) else {name for name, _ in value}
+    # What is no mapping is refused by the class, in words; any class will do.
+    keys = (
+        set(value)
+        if isinstance(value, Mapping)
+        else {name for name, _ in value}
+        if isinstance(value, BaseModel)
+        else set()
+    )
     for key, kind in _KINDS:
         if key in keys:
             return kind

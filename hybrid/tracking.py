@@ -166,6 +166,10 @@ class Tracker:
         if points:
             self._put("metrics", points, step=step)
 
+    def history(self, run_id: str, last_step: int) -> None:
+        """Copies all points of an earlier run up to a step into this one, which goes on from there."""
+        self._put("history", {"run_id": run_id}, step=last_step)
+
     def tags(self, values: Mapping[str, str]) -> None:
         """Sets tags; text over 5000 characters is cut, and whole in the artifact `tags/<name>.txt`."""
         stored = {}

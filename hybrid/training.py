@@ -11,21 +11,25 @@ import torch
 import transformers
 from datasets import Dataset
 
-from hybrid.checkpoints import newest_good
+from hybrid.checkpoints import checkpoints, go_back_to_best, newest_good, step_of
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.engine import this_rank
 from hybrid.errors import DataError
 from hybrid.evaluate import Evaluation, Sampling, evaluate, read_evaluation, write_evaluation
 from hybrid.methods import MethodConfig
+from hybrid.phases import Tell
 from hybrid.pictures import tokenizer_of
+from hybrid.plan import rollouts_text
 from hybrid.progress import Bars
 from hybrid.silent import Silent
 from hybrid.stopping import Stop
 from hybrid.summary_table import Outcome
+from hybrid.teacher_config import ServedTeacherConfig, teachers_of
 from hybrid.together import from_main, wait_for_all
 from hybrid.tracking import Tracker
 from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.training_args import training_args
+from hybrid.watchdog import Watchdog
 from hybrid.watching import Recorder, Watch
 from teachers.processors import load_processor, reads_images
 
@@ -101,14 +105,24 @@ def is_before(line: bytes, step: int) -> bool:
         return False
 
 
-def open_child(setting: Setting, label: str, place: Place) -> Tracker | Silent:
-    """The MLflow run of one training: a new one, or the one that is gone on with; rank 0 alone writes to it."""
+def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | None = None) -> Tracker | Silent:
+    """The MLflow run of one training: a new one, or the one that is gone on with; rank 0 alone writes to it.
+
+    Args:
+      setting: what the trainings share.
+      label: of the method in the experiment.
+      place: where it writes.
+      branch_at: begin a new run with what the earlier one measured up to this step; the earlier one stays as it is.
+    """
     if not this_rank().is_main:
         return Silent()
     config = setting.config
     folder = place.folder
     tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": place.label, "hybrid.task": place.task}
     tags["hybrid.seed"] = str(config.seed)
+    earlier = saved(folder / "mlflow_run")
+    if branch_at is not None and earlier is not None:
+        tags |= {"hybrid.from_run": earlier, "hybrid.from_step": str(branch_at)}
     tracker = Tracker.open(
         uri=setting.uri,
         experiment=config.tracking.experiment or config.name,
@@ -117,8 +131,10 @@ def open_child(setting: Setting, label: str, place: Place) -> Tracker | Silent:
         tags=tags,
         runs_dir=Path(config.tracking.folder),
         parent_run_id=setting.parent_run_id,
-        run_id=saved(folder / "mlflow_run"),
+        run_id=earlier if branch_at is None else None,
     )
+    if branch_at is not None and earlier is not None:
+        tracker.history(earlier, branch_at)
     (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
     own = config.for_method(label)
     tracker.params(own.model_dump(mode="json", by_alias=True, exclude={"tracking", "compare"}))
@@ -133,13 +149,16 @@ def task_name(config: ExperimentConfig) -> str:
     return source.removeprefix(TINY) if isinstance(source, str) else source.task
 
 
-def train_method(setting: Setting, label: str, *, resuming: bool, place: Place | None = None) -> Outcome:
+def train_method(
+    setting: Setting, label: str, *, resuming: bool, from_best: bool = False, place: Place | None = None
+) -> Outcome:
     """Trains the student by one method, from the start or from its last checkpoint.
 
     Args:
       setting: what the trainings share.
       label: of the method in the experiment.
       resuming: go on from the last checkpoint, where there is one.
+      from_best: go back to the best checkpoint in place of the last.
       place: where it writes; None is a folder of the method's label in the setting's.
     """
     config, method = setting.config.for_method(label), setting.config.methods[label]
@@ -148,34 +167,43 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
     folder.mkdir(parents=True, exist_ok=True)
     if (done := folder / RESULT_FILE).is_file():
         return Outcome(**orjson.loads(done.read_bytes()))
-    with open_child(setting, label, place) as tracker:
+    checkpoint = from_main(lambda: resume_point(folder, setting.bars.say, best=from_best)) if resuming else None
+    branch_at = step_of(Path(checkpoint)) if checkpoint and from_best else None
+    with open_child(setting, label, place, branch_at=branch_at) as tracker:
         # before any model is read: ZeRO-3 spreads its weights while they are
         weights = [reward.weight for reward in training_rewards(method, setting.rewards)]
         args = training_args(config, method, folder, reward_weights=weights)
         model, tokenizer = load_student(config, setting.student)
-        trainer = build_trainer(setting, config, method, model, tokenizer, args, folder, tracker)
+        dog = Watchdog(
+            folder,
+            limit_s=config.engine.stall_after_s,
+            explain=who_does(config),
+            last_words=lambda text: end_run(tracker, text),
+        )
+        trainer = build_trainer(setting, config, method, model, tokenizer, args, folder, tracker, dog)
         watch = Watch(
             tracker=tracker,
             bars=setting.bars,
             label=place.label,
             responses_per_step=config.train.prompts_per_step * config.train.generations,
-            evaluate=evaluator(setting, label, trainer, tokenizer),
+            evaluate=evaluator(setting, label, trainer, tokenizer, dog.note),
             every=config.evaluate.every if config.evaluate else 0,
             folder=folder,
-            before=lambda: start_accuracy(setting, trainer, tokenizer),
+            before=lambda: start_accuracy(setting, trainer, tokenizer, dog.note),
         )
         trainer.add_callback(watch)
         began = time.perf_counter()
-        checkpoint = from_main(lambda: last_checkpoint(folder, setting.bars.say)) if resuming else None
         if resuming and this_rank().is_main:
             cut_records(folder / "rollouts.jsonl", checkpoint)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        seconds = time.perf_counter() - began
-        if setting.stop.agreed():
-            tracker.close("KILLED")
-            return outcome_of(setting, label, trainer.state.global_step, seconds)
-        watch.measure(trainer.state.global_step)
-        trainer.save_model(str(folder / "model"))
+        with dog:
+            trainer.train(resume_from_checkpoint=checkpoint)
+            seconds = time.perf_counter() - began
+            if setting.stop.agreed():
+                tracker.close("KILLED")
+                return outcome_of(setting, label, trainer.state.global_step, seconds)
+            watch.measure(trainer.state.global_step)
+            dog.note("saving the model")
+            trainer.save_model(str(folder / "model"))
         outcome = outcome_of(setting, label, trainer.state.global_step, seconds)
         if this_rank().is_main:
             tokenizer.save_pretrained(str(folder / "model"))
@@ -185,6 +213,23 @@ def train_method(setting: Setting, label: str, *, resuming: bool, place: Place |
         done.write_bytes(orjson.dumps(outcome.__dict__))
     wait_for_all()
     return outcome
+
+
+def who_does(config: ExperimentConfig) -> dict[str, str]:
+    """Part of a step -> who does it, for a run that stands still in it."""
+    blocks = {} if config.teacher is None else teachers_of(config.teacher)
+    served = [
+        f"{block.model} at {block.url or 'the server of this run, see teacher.log'}"
+        for block in blocks.values()
+        if isinstance(block, ServedTeacherConfig)
+    ]
+    return {"generation": rollouts_text(config)} | ({"teacher": ", ".join(served)} if served else {})
+
+
+def end_run(tracker: Tracker | Silent, text: str) -> None:
+    """Notes in MLflow why a run was ended."""
+    tracker.tags({"hybrid.stalled": text})
+    tracker.close("FAILED")
 
 
 def outcome_of(setting: Setting, label: str, steps: int, seconds: float) -> Outcome:
@@ -203,7 +248,7 @@ def outcome_of(setting: Setting, label: str, steps: int, seconds: float) -> Outc
 
 def build_trainer(
     setting: Setting, config: ExperimentConfig, method: MethodConfig, model: Any, tokenizer: Any, args: HybridConfig,
-    folder: Path, tracker: Tracker | Silent,
+    folder: Path, tracker: Tracker | Silent, dog: Watchdog,
 ) -> HybridTrainer:  # fmt: skip
     """The trainer of one method with everything that watches it."""
     path = folder / "rollouts.jsonl" if config.tracking.record_rollouts else None
@@ -226,6 +271,11 @@ def build_trainer(
             lora_dropout=lora.dropout,
             target_modules=targets,
         )
+
+    def progress(part: str, done: int, total: int) -> None:
+        dog.note(part, done, total)
+        setting.bars.advance_part(part, done, total)
+
     trainer = HybridTrainer(
         model,
         method=method,
@@ -235,9 +285,11 @@ def build_trainer(
         train_dataset=setting.prompts,
         processing_class=tokenizer,
         peft_config=peft,
-        callbacks=[setting.stop],
+        callbacks=[dog, setting.stop],
         watch=recorder,
-        progress=setting.bars.advance_part,
+        contexts={str(name): words for name, words in config.student.contexts.items()},
+        progress=progress,
+        say=setting.bars.say,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -272,21 +324,21 @@ def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:
     return model, processing_class
 
 
-def evaluator(setting: Setting, label: str, trainer: HybridTrainer, tokenizer: Any) -> Any:
+def evaluator(setting: Setting, label: str, trainer: HybridTrainer, tokenizer: Any, tell: Tell) -> Any:
     """A function that measures the present student on the held-out prompts; None where there are none."""
     if setting.held_out is None or setting.config.evaluate is None:
         return None
 
     def measure() -> Mapping[str, float]:
         with trainer.generating() as model:
-            setting.evaluations[label] = run_evaluation(setting, model, tokenizer)
+            setting.evaluations[label] = run_evaluation(setting, model, tokenizer, tell)
         return setting.evaluations[label].metrics()
 
     return measure
 
 
-def run_evaluation(setting: Setting, model: Any, tokenizer: Any) -> Evaluation:
-    """One evaluation with its bar."""
+def run_evaluation(setting: Setting, model: Any, tokenizer: Any, tell: Tell | None = None) -> Evaluation:
+    """One evaluation with its bar; `tell` is told how far it is too."""
     config, wanted = setting.config, setting.config.evaluate
     assert wanted is not None
     assert setting.held_out is not None
@@ -299,6 +351,13 @@ def run_evaluation(setting: Setting, model: Any, tokenizer: Any) -> Evaluation:
         seed=config.seed,
         success_at=wanted.success_at,
     )
+    show = setting.bars.part("evaluation")
+
+    def report(done: int, total: int) -> None:
+        show(done, total)
+        if tell is not None:
+            tell("evaluation", done, total)
+
     return evaluate(
         model,
         tokenizer,
@@ -306,11 +365,11 @@ def run_evaluation(setting: Setting, model: Any, tokenizer: Any) -> Evaluation:
         setting.rewards,
         sampling,
         chat_template_kwargs=config.student.chat_template_kwargs,
-        report=setting.bars.part("evaluation"),
+        report=report,
     )
 
 
-def start_accuracy(setting: Setting, trainer: HybridTrainer, tokenizer: Any) -> Mapping[str, float]:
+def start_accuracy(setting: Setting, trainer: HybridTrainer, tokenizer: Any, tell: Tell) -> Mapping[str, float]:
     """Held-out metrics of the start, measured once: every method has the same, and a resumed run finds them again."""
     if setting.held_out is None:
         return {}
@@ -318,10 +377,23 @@ def start_accuracy(setting: Setting, trainer: HybridTrainer, tokenizer: Any) -> 
     if START not in setting.evaluations and (kept := from_main(lambda: read_evaluation(path))) is not None:
         setting.evaluations[START] = kept
     if START not in setting.evaluations and trainer.state.global_step == 0:
-        evaluator(setting, START, trainer, tokenizer)()
+        evaluator(setting, START, trainer, tokenizer, tell)()
         if this_rank().is_main:
             write_evaluation(path, setting.evaluations[START])
     return setting.evaluations[START].metrics() if START in setting.evaluations else {}
+
+
+def resume_point(folder: Path, tell: Callable[[str], None], *, best: bool) -> str | None:
+    """The checkpoint that a training goes on from: its newest good one, or its best, with the later ones removed.
+
+    Raises:
+      DataError: the best one is asked for, and there are only others.
+    """
+    if not best or not checkpoints(folder):
+        return last_checkpoint(folder, tell)
+    found = go_back_to_best(folder)
+    tell(f"{folder.name}: back to its best checkpoint, {found.name}")
+    return str(found)
 
 
 def last_checkpoint(folder: Path, tell: Callable[[str], None] | None = None) -> str | None:

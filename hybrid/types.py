@@ -101,6 +101,10 @@ class RolloutBatch:
             raise MissingMeasurement(f"the method needs {name}, which this run does not measure")
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether a measurement that `need` would give was made."""
+        return getattr(self, _FIELD_OF.get(name, name)) is not None
+
     def texts(self) -> Demonstration:
         """The demonstrations; raises `MissingMeasurement` where there are none."""
         if self.demonstration is None:

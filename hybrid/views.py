@@ -45,6 +45,7 @@ class Writer:
       judge: of the run's verifier; None where no reward reads an answer.
       answer_column: column of the reference answer.
       success_at: a reward of at least this is a right answer (SIPO's success threshold).
+      templates: own words of contexts by name, each a text that ends with {prompt}; others are `TEMPLATES`.
     """
 
     tokenizer: Any
@@ -54,6 +55,15 @@ class Writer:
     judge: Judge | None = None
     answer_column: str = "answer"
     success_at: float = 0.5
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+    def template(self, name: str) -> str:
+        """The block that stands before the prompt in the context of that name.
+
+        Raises:
+          ConfigError: own words that do not end with {prompt}.
+        """
+        return before_prompt(self.templates[name]) if name in self.templates else TEMPLATES[name]
 
     def write(self, rollout: Rollout, block: str) -> ContextPrompt:
         """The prompt of a row with a privileged block before it."""
@@ -74,9 +84,10 @@ class Writer:
         """The reference answer, as the data set writes it."""
         return column(rollout, self.answer_column)
 
-    def correct(self, rollout: Rollout) -> bool | None:
-        """The verifier's outcome; None for an unscored response."""
-        return None if rollout.reward != rollout.reward else rollout.reward >= self.success_at
+    def correct(self, rollout: Rollout, options: Mapping[str, Any]) -> bool | None:
+        """The verifier's outcome; None for an unscored response. A view's own threshold is its option `thr`."""
+        thr = float(options.get("thr", self.success_at))
+        return None if rollout.reward != rollout.reward else rollout.reward >= thr
 
     def judged(self, rollout: Rollout) -> str | None:
         """The answer that the verifier read.
@@ -175,16 +186,16 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
 
     def from_answers(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
         reference = writer.answer(rollout)
-        judged, correct = [writer.judged(r) for r in group], [writer.correct(r) for r in group]
+        judged, correct = [writer.judged(r) for r in group], [writer.correct(r, options) for r in group]
         pair = contrast_answers(judged, correct, reference, negative, unjudged)[place(rollout, group)]
-        return None if pair is None else fill(TEMPLATES["reference_answer"], {"answer": pair[side]})
+        return None if pair is None else fill(writer.template("reference_answer"), {"answer": pair[side]})
 
     def from_siblings(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-        correct = [writer.correct(r) for r in group]
+        correct = [writer.correct(r, options) for r in group]
         pair = contrast_trajectories([r.text for r in group], correct)[place(rollout, group)]
         if pair is None:
             return None
-        return fill(TEMPLATES["sibling_solution"], {"solution": without_thinking(group[pair[side]].text)})
+        return fill(writer.template("sibling_solution"), {"solution": without_thinking(group[pair[side]].text)})
 
     def block(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
         if kind == "answer":
@@ -195,12 +206,12 @@ def contrast(writer: Writer, side: int, options: Mapping[str, Any]) -> Context:
     return block_context(writer, block)
 
 
-def all_wrong_only(inner: Context, writer: Writer) -> Context:
-    """The same prompts, but only for groups of which no response is right: the others need no score (RSTG)."""
+def all_wrong_only(inner: Context, fail_thr: float) -> Context:
+    """The same prompts, but only for groups without a reward above `fail_thr`: the others need no score (RSTG)."""
 
     def context(own: Sequence[Rollout], everyone: Sequence[Rollout]) -> Sequence[ContextPrompt | None]:
         groups = groups_of(own, everyone)
-        failed = {group for group, rows in groups.items() if not any(writer.correct(row) for row in rows)}
+        failed = {group for group, rows in groups.items() if not any(row.reward > fail_thr for row in rows)}
         prompts = inner(own, everyone)
         return [prompt if r.group in failed else None for r, prompt in zip(own, prompts, strict=True)]
 
@@ -212,11 +223,11 @@ def place(rollout: Rollout, group: Sequence[Rollout]) -> int:
     return [r.position for r in group].index(rollout.position)
 
 
-def sibling(writer: Writer, *, right: bool, template: str) -> Context:
+def sibling(writer: Writer, options: Mapping[str, Any], *, right: bool, template: str) -> Context:
     """Shows another response of the group: one that was right, or one that was wrong, to be corrected."""
 
     def block(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-        others = [r for r in group if r.position != rollout.position and writer.correct(r) is right]
+        others = [r for r in group if r.position != rollout.position and writer.correct(r, options) is right]
         others = [r for r in others if without_thinking(r.text)]
         if not others:
             return None
@@ -306,7 +317,7 @@ def context_of(spec: ViewSpec, writer: Writer) -> Context:
     template = options.get("template")
 
     def block_template(name: str) -> str:
-        return before_prompt(str(template)) if template is not None else TEMPLATES[name]
+        return before_prompt(str(template)) if template is not None else writer.template(name)
 
     if spec.context is None:
         return unchanged
@@ -318,7 +329,8 @@ def context_of(spec: ViewSpec, writer: Writer) -> Context:
         return from_column(writer, str(options["column"]))
     if spec.context in ("sibling", "reflection"):
         right = spec.context == "sibling"
-        return sibling(writer, right=right, template=block_template("sibling_solution" if right else "reflection"))
+        words = block_template("sibling_solution" if right else "reflection")
+        return sibling(writer, options, right=right, template=words)
     if spec.context in ("answer", "hint", "instruction"):
         name = {"answer": "reference_answer"}.get(spec.context, spec.context)
         text, source = block_template(name), str(options.get("column") or writer.answer_column)
@@ -429,7 +441,7 @@ def view_scorer(
     """The scorer of a view that a method specifies; the present one, if any, wins, and may be kept to some rows."""
     if present is not None:
         if spec.options.get("rows") == "all_wrong":
-            return replace(present, context=all_wrong_only(present.context, writer))
+            return replace(present, context=all_wrong_only(present.context, float(spec.options["fail_thr"])))
         return present
     if spec.scorer == "self":
         return Scorer(teacher=own(spec.options), context=context_of(spec, writer))

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from hybrid.checkpoints import best_value, mark_best
+from hybrid.errors import DataError
 from hybrid.generation import StepWatch
 from hybrid.objective.objective import values
 from hybrid.progress import Bars, note_of
@@ -35,6 +36,9 @@ RENAMED = {
 
 LEFT_OUT = frozenset({"epoch", "total_flos", "train_loss", "train_runtime"})
 """What TRL logs and no comparison reads."""
+
+FLUSH_S = 5.0
+"""Seconds that the tracking gets before a checkpoint, so that a kill after it loses no point."""
 
 
 class Watch(TrainerCallback):
@@ -104,6 +108,8 @@ class Watch(TrainerCallback):
         named |= memory_gb()
         self.latest |= {name: value for name, value in named.items() if isinstance(value, int | float)}
         self.tracker.metrics(named, state.global_step)
+        if control.should_save:  # a run that is resumed from this checkpoint does not measure these steps again
+            self.tracker.flush(FLUSH_S)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Moves the bar, and evaluates every so often; that time is not the training's."""
@@ -176,7 +182,13 @@ class Recorder:
     def __call__(self, watch: StepWatch) -> None:
         """Writes one generation batch."""
         if self.path is not None:
-            write_records(self.path, rollout_lines(watch, self.tokenizer))
+            try:
+                write_records(self.path, rollout_lines(watch, self.tokenizer))
+            except OSError as error:
+                raise DataError(
+                    f"the rollouts could not be written to {self.path} ({error.strerror}); make room or mend the "
+                    "folder, and go on with --resume; tracking.record_rollouts: false writes none"
+                ) from error
         if self.table_every and watch.step % self.table_every == 0:
             self.tracker.table(f"completions/step_{watch.step:06d}.json", self.rows(watch))
 

@@ -12,6 +12,7 @@ from jaxtyping import install_import_hook
 from tests import typechecks
 from tests.command_line import run_hybrid  # noqa: F401 - a fixture
 from tests.experiments import tiny_cache  # noqa: F401 - a fixture
+from tests.forks import forks  # noqa: F401 - a fixture
 from tests.served import vllm_server  # noqa: F401 - a fixture
 
 install_import_hook("hybrid", f"{typechecks.__name__}.checked")

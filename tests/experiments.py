@@ -47,3 +47,15 @@ def losses_of(uri: str, run_id: str) -> dict[int, float]:
     from hybrid.mlflow_store import open_client
 
     return {point.step: point.value for point in open_client(uri).get_metric_history(run_id, "train/loss")}
+
+
+def recorded_steps(runs: Path, method: str = "opdvr") -> list[int]:
+    """The steps of the rollouts that a small quickstart has written so far, one entry per step of four responses."""
+    import orjson
+
+    lines = [
+        line
+        for path in runs.glob(f"quickstart/*/{method}/rollouts.jsonl")
+        for line in path.read_bytes().splitlines(keepends=True)
+    ]
+    return [orjson.loads(line)["step"] for line in lines if line.endswith(b"\n")][3::4]

@@ -1,10 +1,12 @@
 """`hybrid check` on what ships, and on broken variants: one clear message, exit code 2, no traceback."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from hybrid.check import check_experiment, is_hub_name
+from hybrid.errors import ConfigError
 from hybrid.read_config import read_experiment
 from hybrid.sources import held_out_prompts, training_prompts
 from tests.tiny_models import model, tokenizer
@@ -45,6 +47,8 @@ def test_what_ships_is_fine(path, monkeypatch):
     if path.stem.startswith("qwen3"):
         assert all("could not be looked at: the hub does not answer from here" in warning for warning in warnings)
         assert len(warnings) == 4  # student, teacher, prompts, held-out prompts
+    elif path.stem == "smollm2":
+        assert all("does not exist yet; make it before this run" in warning for warning in warnings)
     elif path.stem not in ("rstg", "sft", "study"):  # which want what a teacher has written before
         assert warnings == []
 
@@ -156,12 +160,97 @@ def test_a_completion_that_leaves_no_room(broken):
             "seed: 0\nengine: {kind: deepspeed, config_file: none.json}",
             "engine.config_file: 'none.json' cannot be",
         ),
+        (
+            "teacher: {model: tiny:chain_sum}",
+            "teacher: tiny:chain_sum",
+            "teacher: should be a mapping with temperature",
+        ),
+        (
+            "teacher: {model: tiny:chain_sum}",
+            "teacher: {model: tiny:chain_sum, recorded: scores.jsonl}",
+            "teacher.model: is no key of a recorded teacher, which the other keys say it is",
+        ),
+        (
+            "rewards:\n  - {name: exact",
+            "rewards:\n  - {weight: 0, name: exact",
+            "rewards: all have the weight 0, so every response would be worth 0",
+        ),
+        (
+            "seed: 0",
+            "seed: 0\ntracking: {folder: broken.yaml/runs}",
+            "tracking.folder: nothing can be written to 'broken.yaml/runs': ",
+        ),
+        (
+            "seed: 0",
+            "seed: 0\ntracking: {uri: 'mlfow://here'}",
+            "tracking.uri: the MLflow store 'mlfow://here' cannot be used",
+        ),
     ],
 )
 def test_other_things_that_are_not_there(broken, old, new, message):
     complaint, _ = broken(old, new)
     assert message in complaint
     assert "\n" not in complaint
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "mix, parts: [{weight: -1, method: {name: grpo}}]",
+            "parts.0.weight: is a weight, which is not negative; got -1",
+        ),
+        (
+            "mix, parts: [{weight: {start: 1, end: -1, steps: 9}, method: {name: grpo}}]",
+            "parts.0.weight: is a weight, which is not negative; got -1",
+        ),
+        ("mix, parts: [{weight: 0, method: {name: grpo}}]", "mix: every weight is 0, so nothing would be trained"),
+        (
+            "mix, parts: [{method: {name: kat}}, {weight: 2, method: {name: kat, window: 8}}]",
+            "mix: kat stands in two parts and keeps a state, which only one part can; take one out",
+        ),
+        ("mix, parts: []", "mix.parts: should have at least 1 item"),
+        ("mix, parts: [{method: {name: mix, parts: []}}]", "parts.0.method.name: there is no 'mix'"),
+        (
+            "mix, parts: [{method: {name: sipo}}, {method: {name: sipo, contrast_context: trajectory}}]",
+            "differently (contrast_context answer; contrast_context trajectory); give them the same",
+        ),
+        (
+            "mix, parts: [{method: {name: sipo_analytic, alpha: 1}}, {method: {name: opd, estimator: jsd}}]",
+            "mix: a run measures the distributions of one scorer, and the terms of this objective want those of right",
+        ),
+        ("kdrl, beta: -0.1", "kdrl.beta: is a weight, which is not negative; got -0.1"),
+        ("sdpo, w: 1.5", "sdpo.w: is a share, which lies between 0 and 1"),
+        ("sdpo, w: {start: 0, end: 2, steps: 3}", "sdpo.w: is a share, which lies between 0 and 1"),
+        ("grpo_opd, coef: -1", "grpo_opd.coef: is a weight, which is not negative"),
+        ("shaping, coef: -1", "shaping.coef: is a weight, which is not negative"),
+    ],
+)
+def test_a_mixture_without_a_meaning(broken, method, message):
+    complaint, place = broken("method: {name: opdvr}", f"method: {{name: {method}}}")
+    assert complaint.startswith(f"{place}: method.")
+    assert message in complaint
+    assert "\n" not in complaint
+
+
+ODD = [None, 3, 2.5, True, "text", [], [1], ["a"], [None], [[]], {}, {"a": 1}, {"name": 3}, {"model": 3}, {"self": 3}]
+ODD += [{"teachers": [1]}, {"teachers": {"a": "b"}, "by": "x"}, {"kind": 3}, {"task": 3}, {"url": 3}, [{"name": None}]]
+PLACES = ["student", "teacher", "method", "compare", "data", "data.source", "rewards", "train", "evaluate", "tracking"]
+PLACES += ["evaluate.data", "engine", "student.lora", "teacher.context", "teacher.prompt", "train.trl", "data.columns"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_value_of_any_other_kind_is_told_and_never_a_traceback(tmp_path, odd):
+    path = tmp_path / "x.yaml"
+    path.write_text(QUICKSTART, encoding="utf-8")
+    said = []
+    for place in PLACES:
+        try:
+            read_experiment(path, [f"{place}={json.dumps(odd)}"])
+        except ConfigError as error:
+            said.append(str(error))
+    assert said
+    assert all(said)
 
 
 def test_a_deepspeed_file_that_is_no_json(broken):
@@ -234,6 +323,18 @@ def test_what_a_run_will_write_is_worth_a_warning(tmp_path, monkeypatch):
     )
 
 
+def test_a_model_that_another_command_will_make_is_worth_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(QUICKSTART, encoding="utf-8")
+    findings = check_experiment(Path("x.yaml"), ["student.model=runs/models/none"])
+    assert levels(findings, "error") == []
+    assert [text.partition(": ")[2] for text in levels(findings, "warning")] == [
+        "student.model: runs/models/none does not exist yet; make it before this run"
+    ]
+    findings = check_experiment(Path("x.yaml"), ["student.model=./none"])
+    assert "there is no model './none', neither as a folder nor on the hub" in levels(findings, "error")[0]
+
+
 def test_the_cells_of_a_sweep_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(QUICKSTART, encoding="utf-8")
@@ -242,6 +343,9 @@ def test_the_cells_of_a_sweep_are_checked(tmp_path, monkeypatch):
     findings = check_experiment(Path("grid.yaml"))
     assert levels(findings, "error") == []
     assert levels(findings, "fact")[-1] == "grid.yaml: 4 cells, compared with the first method"
+    few = "grid.yaml:3: seeds: with 2 seeds no difference can be shown at 95 %, however large, among 1 comparisons"
+    assert levels(findings, "warning")[-1].startswith(few)
+    assert "no difference" not in str(levels(check_experiment(Path("grid.yaml"), ["seeds=6"]), "warning"))
     Path("grid.yaml").write_text(sweep + "settings: {data.source: none.jsonl}\n", encoding="utf-8")
     (error,) = levels(check_experiment(Path("grid.yaml")), "error")
     assert error.startswith("grid.yaml: grpo/seed0: data.source: none.jsonl: no such file or folder")

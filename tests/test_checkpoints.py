@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hybrid.checkpoints import (
     MANIFEST,
@@ -36,11 +37,16 @@ def write(root: Path, step: int, keep: int | None = None, text: str = "weights")
     return publish(folder, root, keep)
 
 
-def save_too_much(root: Path, step: int) -> None:
+def save_too_much(root: Path, step: int, kind: str) -> None:
     with writing(root, step):
         folder = begin(root) / f"checkpoint-{step}"
         folder.mkdir()
-        torch.save(torch.zeros(1_000_000), folder / "state.pt")
+        if kind == "torch":
+            torch.save(torch.zeros(1_000_000), folder / "state.pt")
+        elif kind == "safetensors":
+            save_file({"weight": torch.zeros(1_000_000)}, folder / "model.safetensors")
+        else:
+            (folder / "state.json").write_bytes(bytes(1_000_000))
         publish(folder, root, None)
 
 
@@ -136,14 +142,15 @@ def test_going_back_without_a_best(tmp_path):
         go_back_to_best(tmp_path)
 
 
-def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint(tmp_path):
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "bytes"])
+def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint(tmp_path, kind):
     """A limit on the size of files stands for a full disk: both refuse a write in the middle."""
     write(tmp_path, 1)
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(DataError, match=r"checkpoint-2 .*checkpoint-1 stands"):
-            save_too_much(tmp_path, 2)
+            save_too_much(tmp_path, 2, kind)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

@@ -1,10 +1,14 @@
 """From YAML to an experiment: what is accepted, and the one line that each mistake gets."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from trl.trainer.grpo_config import GRPOConfig
 
+from hybrid import config, teacher_config
 from hybrid.config import ExperimentConfig, held_out, resolved_yaml
 from hybrid.consistency import teacher_measurements
 from hybrid.data import GymSource
@@ -13,6 +17,7 @@ from hybrid.methods import METHODS, method_of
 from hybrid.read_config import read_experiment
 from hybrid.trl_fields import OWN_NAMES, trl_field_names
 
+ROOT = Path(__file__).parents[1]
 BLOCKS = {
     "name": "name: first",
     "student": "student: {model: 'tiny:chain_sum', lr: 1e-3}",
@@ -272,11 +277,32 @@ def test_a_server_is_not_asked_for_what_it_cannot_give(refusal, method, what):
 
 
 @pytest.mark.parametrize(
+    ("method", "teacher", "what"),
+    [
+        (
+            "{name: opd, estimator: reverse_kl}",
+            "{model: z, cache: scores}",
+            "full distributions for reverse_kl, which a cache",
+        ),
+        (
+            "{name: kat, support: union}",
+            "{url: 'http://n:1', model: z, candidates: true}",
+            "on the top 64 of both sides, which a vLLM server cannot give",
+        ),
+    ],
+)
+def test_neither_a_cache_nor_a_server_gives_a_whole_distribution(refusal, method, teacher, what):
+    assert what in refusal(teacher=f"teacher: {teacher}", method=f"method: {method}")
+
+
+@pytest.mark.parametrize(
     ("method", "teacher"),
     [
         ("{name: opd}", "{url: 'http://n:1', model: z}"),
         ("{name: opd, estimator: forward_kl, top_k: 16, support: teacher}", "{url: 'http://n:1', model: z}"),
         ("{name: kat}", "{url: ['http://n:1', 'http://m:1'], model: z, candidates: true}"),
+        ("{name: kat}", "{model: z, cache: scores}"),
+        ("{name: kat, support: union}", "{model: z}"),
         ("{name: opd, estimator: reverse_kl}", "{model: z}"),
         ("{name: sipo}", "{url: 'http://n:1', model: z}"),
         ("{name: opd}", "{self: {sync: snapshot, every: 5}}"),
@@ -362,3 +388,31 @@ def test_the_names_of_trl_are_those_of_the_installed_trl():
     fields = {field.name for field in dataclasses.fields(GRPOConfig) if not field.name.startswith("_")}
     assert trl_field_names() == fields
     assert set(OWN_NAMES) - fields <= {"max_prompt_length"}  # TRL had it until 1.0
+
+
+def read_names(*folders):
+    """Every attribute and every string key that the program reads, those of the settings' own files and plans aside."""
+    found = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if path.name in ("config.py", "teacher_config.py", "plan.py", "describe.py", "settings_page.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.keyword) and node.arg:
+                found.add(node.arg)
+    return found
+
+
+@pytest.mark.parametrize("module", [config, teacher_config])
+def test_every_setting_has_an_effect(module):
+    settings = {
+        name: group
+        for group in vars(module).values()
+        if isinstance(group, type) and issubclass(group, BaseModel) and group.__module__ == module.__name__
+        for name in group.model_fields
+    }
+    effective = read_names("hybrid", "teachers") | {"candidates"}  # of which `hybrid.consistency` alone reads
+    assert {name: group.__name__ for name, group in settings.items() if name not in effective} == {}

@@ -90,6 +90,21 @@ def test_a_lost_receiver_is_tried_again_at_the_next_operation_after_the_wait(tmp
     assert patient.close() == 0
 
 
+def test_a_disk_that_takes_nothing_costs_nothing_while_the_process_lives(tmp_path):
+    receiver, buffer = Receiver(), tmp_path / "missing" / "b.jsonl"
+    receiver.there = False
+    delivery = Delivery(receiver, buffer, {}, retry_after_s=1000.0)
+    for step in (0, 1):
+        delivery.put(point(step))
+        delivery.flush()
+    buffer.parent.mkdir()
+    delivery.put(point(2))
+    assert [operation.step for operation in read_buffer(buffer)[1]] == [0, 1, 2]
+    receiver.there = True
+    assert delivery.close() == 0
+    assert receiver.taken == [0, 1, 2]
+
+
 @given(st.lists(st.sampled_from(["good", "poison", "lose", "return"]), max_size=12))
 def test_order_holds_and_nothing_is_lost_whatever_happens(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("delivery")

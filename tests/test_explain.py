@@ -180,7 +180,9 @@ def test_candidates_of_the_top_k_mode(file_of):
 
 def test_supports_of_different_ids_are_refused(file_of):
     file = file_of(supported(top(LOG_P, [7, 9]), top(LOG_Q, [7, 8])))
-    with pytest.raises(DataError, match=r"scores.student.top_ids and scores.teacher.top_ids hold different ids"):
+    with pytest.raises(
+        DataError, match=r"response p/0: scores.student.top_ids\[0\] and scores.teacher.top_ids\[0\] hold"
+    ):
         explained(file, "opd", "estimator=forward_kl", "top_k=2")
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.experiments import ROOT
 from tests.explaining import advantages, explained, scored, written_to
 
 
@@ -149,3 +150,18 @@ def test_kat_fixture(file_of, tmp_path):
 def test_kat_keeps_all_before_its_memory_is_full(file_of):
     one = explained(file_of({"prompt_id": "p", "token_ids": [0] * 13, "kl": KAT_KL}), "kat", *KAT)
     assert one["responses"][0]["kept"] == [1] * 13
+
+
+def test_the_rollouts_of_a_real_model_that_ship_can_be_explained():
+    # one step of experiments/smollm2.yaml: four prompts with eight responses, scored by a Gemma and under two contexts
+    file = ROOT / "experiments" / "smollm2_rollouts.jsonl"
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 32
+    for method in ("grpo", "opdvr", "sipo"):
+        one = explained(file, method)
+        assert [row["response_id"] for row in one["responses"]] == [line["response_id"] for line in lines]
+    for row, line in zip(explained(file, "opdvr")["responses"], lines, strict=True):
+        gaps = [t - s for t, s in zip(line["scores"]["teacher"]["logprobs"], line["student_logprobs"], strict=True)]
+        sign = 2 * line["reward"] - 1
+        assert row["kept"] == [int(sign * gap > 0) for gap in gaps]
+        assert row["advantages"] == pytest.approx([gap * kept for gap, kept in zip(gaps, row["kept"], strict=True)])

@@ -69,6 +69,7 @@ def test_it_ends_with_a_table_and_says_where_to_look(started):
 def test_every_method_leaves_a_model_its_rollouts_and_its_result(started):
     _, folder, _ = started
     assert (folder / "report.html").stat().st_size > 100_000
+    assert (folder / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
     assert read_experiment(folder / "experiment.yaml").train.steps == 2
     for method in METHODS:
         assert (folder / method / "model" / "config.json").is_file()
@@ -112,7 +113,7 @@ def test_runs_stand_below_their_parent_with_tags_that_comparisons_read(started, 
         assert wanted.items() <= run.data.tags.items()
         assert run.data.params["method.name"] == method
         assert run.data.params["train.steps"] == "2"
-        assert float(run.data.params["student.lr"]) == read_experiment(QUICKSTART).student.lr
+        assert float(run.data.params["student.lr"]) == read_experiment(QUICKSTART).for_method(method).student.lr
 
 
 def test_metrics_have_the_names_that_comparisons_read(children):

@@ -172,7 +172,7 @@ MALFORMED = {
     "json": ('{"prompt_id": "p1", "token_ids": [1', "line 2: not a line of JSON: EOF while parsing"),
     "no object": ("[1, 2]", "line 2: the line: input should be an object"),
     "no prompt": ({"token_ids": [1]}, "line 2: prompt_id is missing"),
-    "no tokens": ({"prompt_id": "p1"}, "line 2 (response p1): token_ids is missing"),
+    "no tokens": ({"prompt_id": "p1"}, "line 2 (prompt p1): token_ids is missing"),
     "short": (line(kl=[0.1, 0.2]), "line 2 (response p1/1): kl has 2 entries for 3 token_ids"),
     "long": (line(token_mask=[1] * 4), "line 2 (response p1/1): token_mask has 4 entries for 3 token_ids"),
     "short score": (
@@ -195,9 +195,9 @@ MALFORMED = {
         line(demonstration={"token_ids": [1, 2], "logprobs": [-1.0]}),
         "demonstration.logprobs has 1 entries for 2 token_ids",
     ),
-    "nan": (line(kl=[0.1, math.nan, 0.2]), "line 2 (response p1): kl[1] is not a finite number"),
+    "nan": (line(kl=[0.1, math.nan, 0.2]), "line 2 (prompt p1): kl[1] is not a finite number"),
     "infinite": (line(student_logprobs=[-math.inf, 0, 0]), "student_logprobs[0] is not a finite number"),
-    "nan reward": (line(reward=math.nan), "line 2 (response p1): reward is not a finite number"),
+    "nan reward": (line(reward=math.nan), "line 2 (prompt p1): reward is not a finite number"),
     "nan score": (
         line(scores={"teacher": {"logprobs": [-1, math.nan, -1]}}),
         "scores.teacher.logprobs[1] is not a finite number",

@@ -2,14 +2,7 @@
 
 import json
 import math
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +14,8 @@ from hybrid.delivery import read_buffer
 from hybrid.environment import environment
 from hybrid.mlflow_store import TrackingError, default_uri, open_client
 from hybrid.tracking import BUFFER_NAME, Tracker, flatten, permitted_name, replay
+from teachers.serve import free_port
+from tests.mlflow_server import mlflow_server
 
 LONE_SURROGATE = "half a pair \ud800 here"
 
@@ -152,6 +147,25 @@ def test_a_changed_setting_on_resume_is_a_tag_and_the_run_goes_on(open_tracker):
     assert again.num_refused == 0
 
 
+def test_steps_that_come_again_after_a_kill_have_one_point_and_one_table(open_tracker, tmp_path):
+    first = open_tracker()
+    for step in range(4):
+        first.metrics({"loss": 0.5 * step}, step)
+        first.table(f"completions/step_{step}", [{"text": "yes"}])
+    first.metrics({"held_out": 0.25}, 4)  # and killed before the loss of this step
+    assert first.flush()
+    with open_tracker(run_id=first.run_id) as again:
+        for step in range(2, 6):
+            again.metrics({"loss": 0.5 * step, "held_out": step / 16, "new": 1.0}, step)
+            again.table(f"completions/step_{step}", [{"text": "yes"}])
+    assert history(again, "loss") == [(step, 0.5 * step) for step in range(6)]
+    assert history(again, "held_out") == [(4, 0.25), (5, 5 / 16)]
+    assert history(again, "new") == [(step, 1.0) for step in range(2, 6)]
+    for step in range(6):
+        table = json.loads(artifact(again, f"completions/step_{step}.json", tmp_path).read_text())
+        assert table == {"columns": ["text"], "data": [["yes"]]}
+
+
 def test_children_stand_under_one_parent_for_an_experiment_file(open_tracker, runs_dir, tmp_path):
     def open_parent():
         return Tracker.open_parent(
@@ -279,36 +293,6 @@ def test_a_resume_needs_no_store_and_loses_nothing(tmp_path):
     assert waiting[1].values == {"reward": 1.0}
     assert waiting[1].step == 7
     assert replay(tmp_path) == 3
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def mlflow_server(folder, port):
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    stores = ["--backend-store-uri", default_uri(folder), "--artifacts-destination", (folder / "artifacts").as_uri()]
-    settings = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
-    server = subprocess.Popen(
-        [*command, *stores], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=settings
-    )
-    try:
-        for _ in range(1500):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert server.poll() is None, "mlflow server did not start"
-                time.sleep(0.1)
-        else:
-            pytest.fail("mlflow server does not answer")
-        yield
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 @pytest.mark.processes

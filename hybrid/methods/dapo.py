@@ -15,7 +15,7 @@ from hybrid.methods.base import ClippedMethod
 from hybrid.objective.estimators import overlong_reward
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import token_mean
-from hybrid.objective.row_gates import keep_untruncated
+from hybrid.objective.row_gates import drop_truncated
 from hybrid.objective.signals import PLAIN, from_group_advantage
 from hybrid.objective.step import chain
 
@@ -49,7 +49,8 @@ class Dapo(ClippedMethod):
     overlong_buffer: int = Field(default=4096, ge=1, description="Length of the ramp before max_length.")
     overlong_penalty: float = Field(default=1.0, ge=0, description="Size of the full punishment.")
     drop_truncated: bool = Field(
-        default=False, description="Responses at the length limit do not train (overlong filtering)."
+        default=False,
+        description="Responses at the length limit leave the batch and its denominator (overlong filtering).",
     )
     dynamic_sampling: bool = Field(
         default=True, description="Groups of equal rewards leave the batch and its denominator."
@@ -74,7 +75,7 @@ class Dapo(ClippedMethod):
         credit = from_group_advantage(scale="group", eps=self.eps, reward=reward, drop_uniform=self.dynamic_sampling)
         return objective(
             name=self.name,
-            credit=chain(credit, keep_untruncated()) if self.drop_truncated else chain(credit),
+            credit=chain(credit, drop_truncated()) if self.drop_truncated else chain(credit),
             loss=self.policy_loss(),
             reduction=token_mean(),
         )

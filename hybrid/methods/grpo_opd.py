@@ -17,7 +17,7 @@ from hybrid.methods.base import ClippedMethod
 from hybrid.objective.groups import Scale
 from hybrid.objective.objective import Objective, mix, objective
 from hybrid.objective.reductions import token_mean
-from hybrid.objective.schedules import Number
+from hybrid.objective.schedules import Weight
 from hybrid.objective.signals import from_group_advantage, from_teacher_gap
 from hybrid.objective.step import chain
 
@@ -44,7 +44,7 @@ class GrpoOpd(ClippedMethod):
 
     name: Literal["grpo_opd"] = "grpo_opd"
     combine: Literal["advantages", "losses"] = Field(default="advantages", description="What is added up.")
-    coef: Number = Field(default=1.0, description="Weight of the teacher's part; a number or a schedule.")
+    coef: Weight = Field(default=1.0, description="Weight of the teacher's part; a number or a schedule.")
     scale: Scale = Field(
         default="group", description="Standard deviation that the reward is divided by, before the sum."
     )

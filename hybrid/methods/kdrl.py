@@ -16,7 +16,7 @@ from hybrid.objective.losses import SampledDivergence
 from hybrid.objective.objective import Objective, mix, objective
 from hybrid.objective.reductions import token_mean
 from hybrid.objective.row_gates import keep_wrong
-from hybrid.objective.schedules import Number, Schedule
+from hybrid.objective.schedules import Schedule, Weight
 from hybrid.objective.signals import from_group_advantage, from_teacher_known
 from hybrid.objective.step import chain
 
@@ -38,7 +38,7 @@ class Kdrl(ClippedMethod):
     }
 
     name: Literal["kdrl"] = "kdrl"
-    beta: Number = Field(
+    beta: Weight = Field(
         default=Schedule(start=5e-3, end=1e-3, steps=80, shape="linear"),
         description="Weight of the k2 loss; a number or a schedule.",
     )

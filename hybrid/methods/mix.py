@@ -39,7 +39,7 @@ from hybrid.methods.sipo_analytic import SipoAnalytic
 from hybrid.methods.va_opd import VaOpd
 from hybrid.objective.groups import all_right, all_wrong, mixed
 from hybrid.objective.objective import Objective, mix
-from hybrid.objective.schedules import Number
+from hybrid.objective.schedules import Weight, ends
 from hybrid.objective.step import only
 
 Single = Annotated[
@@ -76,7 +76,7 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    weight: Number = Field(default=1.0, description="Factor of the method's loss; a number or a schedule.")
+    weight: Weight = Field(default=1.0, description="Factor of the method's loss; a number or a schedule.")
     method: Single = Field(description="The method and its settings.")
     rows: Literal["all", "all_wrong", "mixed", "all_right"] = Field(
         default="all", description="Which groups the method trains; the others count in its denominator with credit 0."
@@ -110,6 +110,15 @@ class Mix(MethodConfig):
 
     name: Literal["mix"] = "mix"
     parts: tuple[Part, ...] = Field(min_length=1, description="The methods and their weights.")
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        stateful = [part.method.name for part in self.parts if part.build().init()]
+        if twice := [name for name in stateful if stateful.count(name) > 1]:
+            raise ValueError(f"{twice[0]} stands in two parts and keeps a state, which only one part can; take one out")
+        if all(ends(part.weight) == (0, 0) for part in self.parts):
+            raise ValueError("every weight is 0, so nothing would be trained; give some part a weight above 0")
+        return self
 
     @property
     def smallest_group(self) -> int:
@@ -154,10 +163,14 @@ def joined(name: str, one: ViewSpec, other: ViewSpec) -> ViewSpec:
     if one == other:
         return one
     one, other = (
-        replace(spec, options={k: v for k, v in spec.options.items() if k != "rows"}) for spec in (one, other)
+        replace(spec, options={k: v for k, v in spec.options.items() if k not in ("rows", "fail_thr")})
+        for spec in (one, other)
     )
     if one != other:
+        settings = [{"context": spec.context, **spec.options} for spec in (one, other)]
+        differ = [key for key in {**settings[0], **settings[1]} if settings[0].get(key) != settings[1].get(key)]
+        told = [", ".join(f"{key} {setting.get(key, 'none')}" for key in differ) for setting in settings]
         raise ConfigError(
-            f"two parts want scores.{name} made differently: {one} and {other}; give them the same settings of it"
+            f"two parts want scores.{name} made differently ({told[0]}; {told[1]}); give them the same settings of it"
         )
     return one

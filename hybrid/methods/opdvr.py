@@ -19,6 +19,7 @@ from hybrid.objective.groups import Scale
 from hybrid.objective.losses import PolicyLoss
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import Reduction, response_mean, token_mean, token_sum
+from hybrid.objective.row_gates import drop_truncated
 from hybrid.objective.signals import CandidateWeight, from_candidate_gap, from_teacher_gap
 from hybrid.objective.step import Step, chain
 from hybrid.objective.weights import weight_by_advantage_size
@@ -51,7 +52,8 @@ class Opdvr(MethodConfig):
     thr: float = Field(default=0.0, description="A reward above it is a right answer.")
     inverse: bool = Field(default=False, description="The ablation: keeps what outcome and teacher disagree on.")
     truncated: Truncated = Field(
-        default="as_wrong", description="Responses at the length limit: judged, dropped, or plain OPD."
+        default="as_wrong",
+        description="Responses at the length limit: judged, left out of numerator and denominator, or plain OPD.",
     )
     ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |r| in nats; none in the paper.")
     top_k: int = Field(default=0, ge=0, description="Size of the student's candidate support; 0 is the sampled token.")
@@ -81,7 +83,13 @@ class Opdvr(MethodConfig):
 
     def gates(self) -> tuple[Step, ...]:
         """The outcome gate; GRPD adds to it."""
-        return (keep_outcome_agreeing(thr=self.thr, truncated=self.truncated, inverse=self.inverse),)
+        return self.outcome_gates("outcome")
+
+    def outcome_gates(self, sign: Literal["outcome", "advantage"]) -> tuple[Step, ...]:
+        """The gate with its sign, and before it what becomes of truncated responses."""
+        free = self.truncated == "vanilla_opd"
+        gate = keep_outcome_agreeing(thr=self.thr, inverse=self.inverse, free_truncated=free, sign=sign)
+        return (drop_truncated(), gate) if self.truncated == "skip" else (gate,)
 
     def reduce(self) -> Reduction:
         """The reduction that the settings name."""
@@ -114,8 +122,7 @@ class Grpd(Opdvr):
     @override
     def gates(self) -> tuple[Step, ...]:
         if self.grpd_variant == "sign":
-            gate = keep_outcome_agreeing(thr=self.thr, truncated=self.truncated, inverse=self.inverse, sign="advantage")
-            return (gate,)
+            return self.outcome_gates("advantage")
         scale: Scale = "group" if self.norm_by_std else "none"
         return (*super().gates(), weight_by_advantage_size(thr=self.thr, scale=scale, eps=1e-6, u=self.u))
 

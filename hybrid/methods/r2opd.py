@@ -1,6 +1,7 @@
 """Reward-aligned reweighting of on-policy distillation: OPDVR's gate made soft, with the total push kept.
 
-Differs from the paper: nothing known. The formula was read at one remove, in a note on the paper.
+Differs from the paper: nothing known. The formula was read at one remove, in a note on the paper. Ours: an unscored
+response has z = 0, and so its plain gap.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from hybrid.objective.gates import Truncated
 from hybrid.objective.losses import PolicyLoss
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import token_mean
-from hybrid.objective.row_gates import keep_untruncated
+from hybrid.objective.row_gates import drop_truncated
 from hybrid.objective.signals import from_teacher_gap
 from hybrid.objective.step import chain
 from hybrid.objective.weights import weight_by_outcome_agreement
@@ -56,7 +57,7 @@ class R2Opd(MethodConfig):
         weight = weight_by_outcome_agreement(
             thr=self.thr, beta=self.beta, eps=self.eps, plain_truncated=self.truncated == "vanilla_opd"
         )
-        gates = (keep_untruncated(),) if self.truncated == "skip" else ()
+        gates = (drop_truncated(),) if self.truncated == "skip" else ()
         return objective(
             name=self.name,
             credit=chain(from_teacher_gap(clip=self.ratio_clip), *gates, weight),

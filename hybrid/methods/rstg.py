@@ -121,4 +121,6 @@ class Rstg(MethodConfig):
     @property
     @override
     def views(self) -> Mapping[str, ViewSpec]:
-        return {"teacher": ViewSpec(options={"rows": "all_wrong"})}
+        # a response judged unfinished may leave a group all wrong that has a right one, so then every row is scored
+        options = {} if self.finished_only else {"rows": "all_wrong", "fail_thr": self.fail_thr}
+        return {"teacher": ViewSpec(options=options)}

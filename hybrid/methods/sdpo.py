@@ -16,7 +16,7 @@ from hybrid.methods.base import ClippedMethod, ViewSpec
 from hybrid.objective.groups import Scale
 from hybrid.objective.objective import Objective, mix, objective
 from hybrid.objective.reductions import response_mean, token_mean
-from hybrid.objective.schedules import Number, at
+from hybrid.objective.schedules import Share, at
 from hybrid.objective.signals import from_group_advantage, from_teacher_gap
 from hybrid.objective.step import chain
 
@@ -43,7 +43,7 @@ class Sdpo(ClippedMethod):
     }
 
     name: Literal["sdpo"] = "sdpo"
-    w: Number = Field(default=0.1, description="Weight of self-distillation, in [0, 1]; a number or a schedule.")
+    w: Share = Field(default=0.1, description="Weight of self-distillation, in [0, 1]; a number or a schedule.")
     view: Literal["right", "teacher"] = Field(default="right", description="Whose scores the self-teacher's are.")
     ratio_clip: float | None = Field(default=None, gt=0, description="Bound on the gap in nats.")
     scale: Scale = Field(

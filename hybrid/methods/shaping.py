@@ -8,7 +8,8 @@ tokens; `return_to_go` gives a token the rewards from it on, with the task rewar
 the teacher, and a constant teacher term would vanish. `scale` therefore divides the task reward alone and is refused
 with `group`.
 
-Differs from ROLL: no whitening of advantages, no reward clip, and no discount (its default discount is 1).
+Differs from ROLL: no whitening of advantages, no reward clip, and no discount (its default discount is 1). Tokens that
+the teacher did not score add nothing to a return; a response without any score is left out of `group`'s comparison.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from hybrid.objective.estimators import from_gap_to_go, shaped_return
 from hybrid.objective.groups import Scale
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import token_mean
-from hybrid.objective.schedules import Number
+from hybrid.objective.schedules import Weight
 from hybrid.objective.signals import from_group_advantage
 from hybrid.objective.step import chain
 
@@ -49,7 +50,7 @@ class Shaping(ClippedMethod):
     estimator: Literal["group", "return_to_go"] = Field(
         default="group", description="What turns rewards into advantages."
     )
-    coef: Number = Field(default=1.0, description="Weight c of the teacher's part; a number or a schedule.")
+    coef: Weight = Field(default=1.0, description="Weight c of the teacher's part; a number or a schedule.")
     scale: Scale = Field(
         default="none", description="Deviation that the task reward is divided by (return_to_go only)."
     )

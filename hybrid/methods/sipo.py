@@ -4,7 +4,11 @@ The student itself, frozen every few steps, scores its own text once with the ri
 wrong one. What both contexts share cancels; what is left says which tokens lead to the right answer.
 
 Differs from the authors' code: one denominator over the whole batch instead of one per micro-batch; the schedule of
-`lam` begins with update 0, there with 1; the token-level correction of sampler mismatch is the trainer's affair.
+`lam` begins with update 0, there with 1; the token-level correction of sampler mismatch is the trainer's affair. Our
+readings where the text leaves room: the confidence baseline has the batch itself in its means (a bucket's first mean is
+that of its first batch with 8 tokens); `all_wrong_kappa` adds to the scored responses of every group in which none
+reaches `thr`, without the sign guard, which is the additive form's; `impute_group_advantage` changes nothing in a batch
+without a mixed group.
 """
 
 from collections.abc import Mapping
@@ -162,5 +166,5 @@ class Sipo(MethodConfig):
     def views(self) -> Mapping[str, ViewSpec]:
         names = ("right", "wrong") if self.evidence == "contrast" else ("right",)
         options = {"contrast_context": self.contrast_context, "negative": self.negative, "unjudged": self.unjudged}
-        options |= {"sync": "snapshot", "every": self.sync_every}
+        options |= {"thr": self.thr, "sync": "snapshot", "every": self.sync_every}
         return {name: ViewSpec("self", name, options) for name in names}

@@ -233,7 +233,7 @@ class Multiplicative:
     Attributes:
       lam: how much of the advantage the evidence may move; a schedule.
       eps: bound on the factor's distance from 1.
-      all_wrong_kappa: adds kappa * clip(e, -eps, +eps) on all-wrong groups whose advantage is 0.
+      all_wrong_kappa: adds kappa * clip(e, -eps, +eps) on all-wrong groups.
       negative_only: only rows with a negative advantage are moved.
     """
 
@@ -253,7 +253,7 @@ def from_modulated_advantage(advantage: RewardAdvantage, evidence: Evidence, for
         moved_BT = signal.known_BT & ((advantage_B < 0)[:, None] if form.negative_only else True)
         value_BT = advantage_B[:, None] * torch.where(moved_BT, factor_BT, 1)
         if form.all_wrong_kappa > 0:
-            failed_B = all_wrong_rows(batch.need("reward"), batch.group_B, thr=advantage.thr) & (advantage_B == 0)
+            failed_B = all_wrong_rows(batch.need("reward"), batch.group_B, thr=advantage.thr)
             extra_BT = form.all_wrong_kappa * signal.value_BT.clamp(-form.eps, form.eps)
             value_BT = value_BT + extra_BT * (signal.known_BT & failed_B[:, None])
         return add_signal(credit, batch, "modulated_advantage", Signal(value_BT, batch.mask_BT)), state

@@ -135,11 +135,15 @@ def shaped_return(*, coef: Number, clip: float | None = None) -> RewardOf:
 
 
 def from_gap_to_go(*, coef: Number = 1.0, clip: float | None = None) -> Step:
-    """A return, coef * sum_{u >= t} (log pT - log pS): the teacher's part of the return from a token on."""
+    """A return, coef * sum_{u >= t} (log pT - log pS): the teacher's part of the return from a token on.
+
+    A token without a score adds nothing and still has a return, that of the tokens after it.
+    """
 
     def fn(batch: RolloutBatch) -> Signal:
         to_go_BT = gap_of(batch, clip).flip(-1).cumsum(-1).flip(-1)
-        return Signal(at(coef, batch.step) * to_go_BT, batch.view("teacher").valid_BT)
+        scored_BT = batch.view("teacher").valid_BT & batch.mask_BT
+        return Signal(at(coef, batch.step) * to_go_BT, batch.mask_BT & scored_BT.any(-1, keepdim=True))
 
     return signal("gap_to_go", fn, needs=["scores.teacher", "student_logprobs"])
 

@@ -15,7 +15,8 @@ from hybrid.objective.step import Phase, Step, close_gate, gate
 from hybrid.types import Credit, RolloutBatch, State
 
 Truncated = Literal["as_wrong", "skip", "vanilla_opd"]
-"""What becomes of a response that hit the length limit: judged like any other, dropped, or distilled without a gate."""
+"""What becomes of a response that hit the length limit: judged like any other, left out (of the denominator too), or
+distilled without a gate."""
 
 
 def outcome_agrees(
@@ -49,14 +50,15 @@ def outcome(batch: RolloutBatch, thr: float) -> Float[Tensor, " B"]:
 def keep_outcome_agreeing(
     *,
     thr: float = 0.0,
-    truncated: Truncated = "as_wrong",
     inverse: bool = False,
+    free_truncated: bool = False,
     sign: Literal["outcome", "advantage"] = "outcome",
 ) -> Step:
     """Keeps the tokens, and the candidates of a top-k signal, that the outcome agrees with.
 
     `sign="advantage"` takes z from the sign of the group-relative reward, so that uniform groups drop out (GRPD of the
-    paper). Truncated responses follow `truncated`; only then is the measurement `truncated` needed.
+    paper). With `free_truncated` every token of a response that hit the length limit stays; only then is
+    `truncated` needed.
     """
 
     def apply(credit: Credit, batch: RolloutBatch, state: State) -> tuple[Credit, State]:
@@ -64,24 +66,18 @@ def keep_outcome_agreeing(
         if sign == "advantage":
             correct_B = ((z_B + 1) / 2).masked_fill(z_B == 0, torch.nan)
             z_B = group_advantage(correct_B, batch.group_B).sign()
-        free_BT = torch.zeros_like(batch.mask_BT)
-        keep_BT = outcome_agrees(credit.signal_BT, z_B[:, None].expand_as(credit.signal_BT), inverse=inverse)
-        if truncated != "as_wrong":
-            cut_BT = batch.need("truncated")[:, None].expand_as(batch.mask_BT)
-            free_BT = cut_BT if truncated == "vanilla_opd" else free_BT
-            keep_BT = (keep_BT & ~cut_BT) | free_BT
+        free_B1 = batch.need("truncated")[:, None] if free_truncated else torch.zeros_like(batch.mask_BT[:, :1])
+        keep_BT = outcome_agrees(credit.signal_BT, z_B[:, None].expand_as(credit.signal_BT), inverse=inverse) | free_B1
         if credit.candidate_BTK is not None:
             z_BTK = z_B[:, None, None].expand_as(credit.candidate_BTK)
-            keep_BTK = outcome_agrees(credit.candidate_BTK, z_BTK, inverse=inverse) | free_BT[..., None]
-            if truncated == "skip":
-                keep_BTK = keep_BTK & ~cut_BT[..., None]
+            keep_BTK = outcome_agrees(credit.candidate_BTK, z_BTK, inverse=inverse) | free_B1[..., None]
             candidate_BTK = credit.candidate_BTK * keep_BTK
             keep_BT = keep_BTK.any(-1)
             credit = replace(credit, candidate_BTK=candidate_BTK, signal_BT=candidate_BTK.sum(-1))
         credit = close_gate(credit, batch, "outcome_agrees", keep_BT)
         return noting_outcome(credit, batch, outcome(batch, thr)), state
 
-    needs = {"reward"} if truncated == "as_wrong" else {"reward", "truncated"}
+    needs = {"reward", "truncated"} if free_truncated else {"reward"}
     return Step("outcome_agrees", Phase.GATE, Phase.GATE, init=dict, apply=apply, needs=frozenset(needs))
 
 

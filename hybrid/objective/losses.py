@@ -15,6 +15,9 @@ from torch import Tensor
 
 from hybrid.errors import MissingMeasurement
 
+Support = Literal["full", "student", "teacher", "union"]
+"""Tokens that a divergence looks at: the vocabulary, the most likely ones of a side, or those of both."""
+
 LOG_RATIO_LIMIT = 20.0
 """Bound on |log ratio| before it is exponentiated, as in verl's core_algos."""
 
@@ -55,7 +58,7 @@ class Divergence:
     """
 
     kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    support: Literal["full", "student", "teacher", "union"] = "full"
+    support: Support = "full"
     top_k: int = 64
     beta: float = 0.5
     temperature: float = 1.0
@@ -121,9 +124,13 @@ def surrogate(advantage: Float[Tensor, "*s"], ratio: Float[Tensor, "*s"], loss: 
 
 
 def log_ratio(logprob: Float[Tensor, "*s"], old_logprob: Float[Tensor, "*s"], live: Tensor) -> Float[Tensor, "*s"]:
-    """The log-ratio logprob - old_logprob within +-20, and exactly 0 (no gradient) where `live` is False."""
-    difference = logprob.masked_fill(~live, 0) - old_logprob.masked_fill(~live, 0)
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """The log-ratio logprob - old_logprob, exactly 0 (no gradient) where `live` is False."""
+    return logprob.masked_fill(~live, 0) - old_logprob.masked_fill(~live, 0)
+
+
+def bounded_exp(exponent: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """The exponential of a number that is brought within +-20 first."""
+    return exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def policy_token_loss(
@@ -138,7 +145,7 @@ def policy_token_loss(
     if loss.level == "sequence":
         mean_B1 = log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
         log_ratio_BT = mean_B1.expand_as(log_ratio_BT)
-    return surrogate(advantage_BT, log_ratio_BT.exp(), loss)
+    return surrogate(advantage_BT, bounded_exp(log_ratio_BT), loss)
 
 
 def likelihood_token_loss(
@@ -158,7 +165,8 @@ def sampled_divergence(
     gap_BT = log_ratio(teacher_logprob_BT, logprob_BT, live_BT)
     if loss.estimator == "k2":
         return gap_BT**2 / 2
-    return gap_BT.exp() - gap_BT - 1
+    # Far above the teacher the exact value is finite; far below it the exponential would overflow.
+    return bounded_exp(gap_BT) - gap_BT.clamp(max=LOG_RATIO_LIMIT) - 1
 
 
 def need_divergence(student: StudentPass, loss: Divergence) -> Float[Tensor, "B T"]:

@@ -23,6 +23,7 @@ from hybrid.objective.losses import (
     SampledDivergence,
     StudentPass,
     TokenLoss,
+    bounded_exp,
     likelihood_token_loss,
     log_ratio,
     need_divergence,
@@ -258,7 +259,7 @@ def candidate_token_loss(
     assert old_BTK is not None
     assert student.candidate_logprob_BTK is not None
     live_BTK = (candidate_BTK != 0) & batch.mask_BT[..., None]
-    ratio_BTK = log_ratio(student.candidate_logprob_BTK, old_BTK.detach(), live_BTK).exp()
+    ratio_BTK = bounded_exp(log_ratio(student.candidate_logprob_BTK, old_BTK.detach(), live_BTK))
     return surrogate(candidate_BTK, ratio_BTK, loss).sum(-1)
 
 

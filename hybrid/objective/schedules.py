@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Schedule(BaseModel):
@@ -33,6 +33,32 @@ class Schedule(BaseModel):
 
 Number = float | Schedule
 """A setting that may be a schedule."""
+
+
+def ends(number: Number) -> tuple[float, float]:
+    """The first and the last value; all others lie between them."""
+    return (number.start, number.end) if isinstance(number, Schedule) else (number, number)
+
+
+def _not_negative(number: Number) -> Number:
+    if min(ends(number)) < 0:
+        raise ValueError(
+            f"is a weight, which is not negative; got {min(ends(number)):g}, which would train away from what is wanted"
+        )
+    return number
+
+
+def _share(number: Number) -> Number:
+    if min(ends(number)) < 0 or max(ends(number)) > 1:
+        raise ValueError("is a share, which lies between 0 and 1")
+    return number
+
+
+Weight = Annotated[Number, AfterValidator(_not_negative)]
+"""A number or schedule that is never negative: the factor of a loss."""
+
+Share = Annotated[Number, AfterValidator(_share)]
+"""A number or schedule in [0, 1]."""
 
 Scale = Number | Callable[[int], float]
 """A number, a schedule, or a method's own function of the step."""

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import random
+import re
 import string
 import sys
 import time
@@ -23,6 +24,7 @@ from transformers import PrinterCallback
 
 from hybrid.config import EngineConfig
 from hybrid.engine import join, this_rank, zero_settings
+from hybrid.errors import HybridError
 from hybrid.methods import METHODS, method_of
 from hybrid.rewards.config import ExactConfig
 from hybrid.trainer import HybridConfig, HybridTrainer
@@ -50,10 +52,12 @@ CASES = {
     "opdvr reused": {"name": "opdvr"},
     "va_opd accumulated": {"name": "va_opd"},
     "opd skipped": {"name": "opd"},
+    "opd stopped": {"name": "opd"},
 }
 RUNS = {
     "opdvr reused": {"num_iterations": 2},
     "va_opd accumulated": {"gradient_accumulation_steps": 3},
+    "opd stopped": {"bad_gradients": STEPS},
 }
 
 
@@ -87,10 +91,10 @@ def recorded(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
-def spoil_first(student: Any, trainer: Any) -> None:
-    """Makes the gradient of the first update NaN."""
+def spoil(student: Any, trainer: Any, steps: range) -> None:
+    """Makes the gradients of some updates NaN."""
     weight = student.model.layers[0].mlp.up_proj.weight
-    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 0 else grad)
+    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step in steps else grad)
 
 
 def settings_of(engine: str) -> dict[str, Any]:
@@ -135,9 +139,13 @@ def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
         rollout_func=recorded,
     )
     trainer.remove_callback(PrinterCallback)
-    if "skipped" in case:
-        spoil_first(student, trainer)
-    trainer.train()
+    if "skipped" in case or "stopped" in case:
+        spoil(student, trainer, range(1 if "skipped" in case else STEPS))
+    try:
+        trainer.train()
+    except HybridError as error:
+        told = re.search(r"(\d+) updates in a row, up to step (\d+),", str(error))
+        return [{"left out": float(told[1]), "stopped in step": float(told[2])}] if told else []
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 

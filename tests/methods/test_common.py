@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {name: Case(kind.model_validate({})) for name, kind in 
             parts=(
                 Part(weight=1.0, method=Grpo()),
                 Part(weight=Schedule(start=0.5, end=0.0, steps=100), method=Opdvr(truncated="skip")),
-                Part(weight=-0.1, method=TRAP),
+                Part(weight=0.1, method=TRAP),
             )
         ),
         {"kat/kl_minima": [0.3, 0.5, 0.6]},

@@ -97,8 +97,10 @@ def test_views_of_the_parts_are_joined():
 
 def test_a_view_is_scored_on_all_rows_when_one_part_wants_all():
     assert Mix(parts=(Part(method=Rstg()), Part(method=Grpo()))).views == {
-        "teacher": ViewSpec(options={"rows": "all_wrong"})
+        "teacher": ViewSpec(options={"rows": "all_wrong", "fail_thr": 0.0})
     }
+    unlike = Mix(parts=(Part(method=Rstg()), Part(method=Rstg(fail_thr=0.5))))
+    assert unlike.views == {}
     assert Mix(parts=(Part(method=Rstg()), Part(method=Opd()))).views == {}
 
 

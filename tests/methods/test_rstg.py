@@ -183,4 +183,5 @@ def test_a_missing_text_is_named():
 
 
 def test_the_teacher_is_asked_about_failed_groups_only():
-    assert Rstg().views["teacher"].options == {"rows": "all_wrong"}
+    assert Rstg(fail_thr=0.25).views["teacher"].options == {"rows": "all_wrong", "fail_thr": 0.25}
+    assert Rstg(finished_only=True).views["teacher"].options == {}  # whoever is finished is not known yet

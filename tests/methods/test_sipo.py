@@ -178,6 +178,7 @@ def test_views_say_how_they_are_made():
         "contrast_context": "auto",
         "negative": "own",
         "unjudged": "mode",
+        "thr": 0.5,
         "sync": "snapshot",
         "every": 5,
     }

@@ -77,8 +77,8 @@ def test_shaped_returns_against_loops(seed: int, clip: float | None):
     credit, _ = chain(from_gap_to_go(coef=2.0, clip=clip)).apply(blank(batch), batch, {})
     for row in range(num_rows):
         for place in range(width):
-            known = bool(batch.mask_BT[row, place] and teacher.valid_BT[row, place])
-            expected = 2 * sum(gap[row][place:]) if known else 0.0
+            scored = bool(batch.mask_BT[row, place]) and any((teacher.valid_BT & batch.mask_BT)[row])
+            expected = 2 * sum(gap[row][place:]) if scored else 0.0
             assert_close(float(credit.signal_BT[row, place]), expected, rtol=1e-9, atol=1e-9)
 
 

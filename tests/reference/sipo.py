@@ -99,7 +99,7 @@ def sipo(
             else:
                 moved = None if negative_only and a >= 0 else e
                 value = multiplicative_token(a, moved, lam=lam, eps=eps)
-                if e is not None and a == 0 and failed(rows, row, thr):
+                if e is not None and failed(rows, row, thr):
                     value += all_wrong_kappa * clip(e, -eps, eps)
                 tokens.append(value)
         out.append(tokens)

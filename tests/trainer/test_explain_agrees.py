@@ -32,7 +32,14 @@ VARIANTS = {
     "opd top-k": {"name": "opd", "top_k": 4},
     "opd forward KL on the student's top-k": {"name": "opd", "estimator": "forward_kl", "top_k": 6},
     "opdvr top-k": {"name": "opdvr", "top_k": 4},
+    "kat on the teacher's top-k": {"name": "kat", **SETTINGS["kat"], "top_k": 4, "support": "teacher"},
+    "kat on both top-k": {"name": "kat", **SETTINGS["kat"], "top_k": 4, "support": "union"},
+    "random_cut on the teacher's top-k": {"name": "random_cut", "top_k": 4, "support": "teacher"},
     "opd k3": {"name": "opd", "estimator": "k3"},
+    "sipo_analytic reverse KL": {"name": "sipo_analytic", "alpha": 1.0, "top_k": 4},
+    "opdvr without truncated": {"name": "opdvr", "truncated": "skip"},
+    "dapo without truncated": {"name": "dapo", "drop_truncated": True},
+    "shaping return to go": {"name": "shaping", "estimator": "return_to_go"},
 }
 CASES = {**{name: {"name": name, **SETTINGS.get(name, {})} for name in METHODS}, **VARIANTS}
 

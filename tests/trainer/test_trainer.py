@@ -174,3 +174,39 @@ def test_what_a_run_cannot_measure_is_refused_before_it_starts(tmp_path):
 
 def test_a_method_without_reward_needs_no_reward_function(tmp_path):
     assert history(train(tmp_path, "opd", rewards=()), "loss")
+
+
+class Counting:
+    """A local teacher that notes how many rows it was asked about."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.inner, self.asked = LocalTeacher(model(1), tokenizer()), []
+
+    def score(self, rows, want=SAMPLED):
+        self.asked.append(len(rows))
+        return self.inner.score(rows, want)
+
+    def close(self):
+        self.inner.close()
+
+
+def half(completions, **columns):
+    return [0.5 for _ in completions]
+
+
+@pytest.mark.parametrize(("settings", "asked"), [({}, []), ({"fail_thr": 0.5}, [8]), ({"finished_only": True}, [8])])
+def test_rstg_asks_about_the_groups_that_it_may_guide(tmp_path, settings, asked):
+    teacher = Counting()
+    method = {"name": "rstg", "sft": "off", **settings}
+    args = HybridConfig(
+        output_dir=str(tmp_path), max_steps=1, max_completion_length=8, seed=3, disable_tqdm=True, save_strategy="no",
+        use_cpu=True, bf16=False, per_device_train_batch_size=8, num_generations=4,
+    )  # fmt: skip
+    rows = prompts().add_column("teacher_accuracy", [0.5] * 24)  # pyright: ignore[reportCallIssue]
+    HybridTrainer(
+        model(0), method=method_of(method), teacher=teacher, reward_funcs=[half], args=args, train_dataset=rows,
+        processing_class=tokenizer(),
+    ).train()  # fmt: skip
+    assert teacher.asked == asked
