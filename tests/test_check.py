@@ -163,7 +163,7 @@ def test_a_completion_that_leaves_no_room(broken):
         (
             "teacher: {model: tiny:chain_sum}",
             "teacher: tiny:chain_sum",
-            "teacher: should be a mapping with temperature",
+            "teacher: should be a mapping with context",
         ),
         (
             "teacher: {model: tiny:chain_sum}",
