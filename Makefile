@@ -9,6 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 PIP_FLAGS ?=
 CHROMIUM := chromium chromium-browser google-chrome google-chrome-stable chrome
 STUDY_TASKS := chain_sum carry_sum long_sum
+RATES_TASK := {chain_sum: {student.model: "tiny:chain_sum", teacher.model: "tiny:chain_sum", \
+	data.source: runs/demonstrations/chain_sum.jsonl, evaluate.data.source: "tiny:chain_sum"}}
 OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .PHONY: quickstart study study-rates install dev test lint docs constraints browser clean
@@ -21,8 +23,9 @@ study: $(VENV)/.installed $(STUDY_TASKS:%=runs/demonstrations/%.jsonl)
 	$(VENV)/bin/hybrid sweep experiments/study.yaml
 
 # How the learning rates in experiments/study.yaml were chosen: another seed, and problems that the study never sees.
-study-rates: $(VENV)/.installed $(STUDY_TASKS:%=runs/demonstrations/%.jsonl)
+study-rates: $(VENV)/.installed runs/demonstrations/chain_sum.jsonl
 	$(VENV)/bin/hybrid sweep experiments/study.yaml --set name=study_rates --set 'seeds=[100]' --set baseline=null \
+	--set 'tasks=$(RATES_TASK)' \
 	--set settings.evaluate.data.split=validation --set 'vary={student.lr: [3e-4, 1e-3]}'
 
 # The training prompts of a tiny task with its teacher's accuracy and shortest right answer.

@@ -22,10 +22,10 @@ from hybrid.data import DataConfig, check_prompt_lengths
 from hybrid.errors import DataError, HybridError
 from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
-from hybrid.read_config import Problem, validated
+from hybrid.read_config import Problem, read_document, validated
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
-from hybrid.sweep_config import read_sweep
+from hybrid.sweep_config import read_sweep, too_few_seeds
 from hybrid.teacher_config import (
     LocalTeacherConfig,
     OneTeacherConfig,
@@ -38,7 +38,7 @@ from hybrid.teacher_config import (
 from hybrid.tiny import tiny_tokenizer
 from hybrid.tiny_tasks import VISION_TASKS, tiny_task
 from hybrid.tiny_vision import vision_processor
-from hybrid.yaml_file import Document, KeyPath, dotted, load_document, override
+from hybrid.yaml_file import Document, KeyPath, dotted
 from teachers.errors import TeacherError
 from teachers.findings import Finding as TeacherFinding
 from teachers.findings import PreflightFailed
@@ -84,7 +84,7 @@ def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = 
     Raises:
       ConfigError: the file cannot be read, or settings are wrong or contradict each other; one line each.
     """
-    document = override(load_document(path), overrides)
+    document = read_document(path, overrides)
     if "base" not in document.values:
         return _findings(validated(document), document, live=live)
     sweep, cells = read_sweep(path, overrides)
@@ -94,8 +94,10 @@ def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = 
             place = Document(values={}, places={}, source=f"{path}: {cell.name}")
             for finding in _findings(cell.config, place, live=live):
                 found.setdefault((finding.level, finding.problem.key, finding.problem.message), finding)
+    few = too_few_seeds(cells)
+    seeds = [] if few is None else [Finding("warning", Problem(document.place(("seeds",)), "seeds", few))]
     fact = Problem(str(path), "", f"{len(cells)} cells, compared with {sweep.baseline or 'the first method'}")
-    return [*found.values(), Finding("fact", fact)]
+    return [*found.values(), *seeds, Finding("fact", fact)]
 
 
 def _findings(config: ExperimentConfig, document: Document, *, live: bool) -> list["Finding"]:

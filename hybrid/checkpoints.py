@@ -10,12 +10,14 @@ the same folder; each calls `begin` and `publish`.
 import errno
 import hashlib
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
 from safetensors import SafetensorError
@@ -34,6 +36,21 @@ REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errn
 
 BLOCK = 1 << 22
 """Bytes that are read at once."""
+
+
+def random_state() -> dict[str, Any]:
+    """Where the random numbers of this process stand, for `set_random_state`."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Puts the random numbers of this process back to where they stood."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def step_of(checkpoint: Path) -> int:

@@ -6,6 +6,7 @@ batch of its own rows. Contexts that need siblings see the rows of every process
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hybrid.objective.objective import Objective
 from hybrid.types import Demonstration, RolloutBatch, View
 from teachers.errors import TeacherCannot
 from teachers.local import LocalTeacher
-from teachers.protocol import SAMPLED, Row, Teacher, Want
+from teachers.protocol import Row, Teacher, Want
 from teachers.scores import TeacherScores
 
 
@@ -160,6 +161,12 @@ class Plan:
         return tuple(sorted(names - {"student"}))
 
     @property
+    def sampled_views(self) -> tuple[str, ...]:
+        """The views of which sampled log-probs are all that is read."""
+        more = self.distribution or self.top_k or self.teacher_top_k
+        return tuple(name for name in self.views if name != self.distribution_view or not more)
+
+    @property
     def distribution_view(self) -> str:
         """The view whose distributions the divergences read.
 
@@ -213,7 +220,17 @@ def row_of(rollout: Rollout, prompt: ContextPrompt) -> Row:
 
 
 def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], want: Want, width: int) -> TeacherScores:
+    """The scores of `asked`, at once."""
+    return asked(scorer, own, everyone, want, width)()
+
+
+def asked(
+    scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], want: Want, width: int
+) -> Callable[[], TeacherScores]:
     """Scores the rows that have a prompt under the scorer's context; the others come back as not valid.
+
+    A teacher elsewhere (`is_remote`) is asked now and works until its scores are fetched; one of this process scores
+    then.
 
     Args:
       scorer: teacher and context.
@@ -221,16 +238,22 @@ def ask(scorer: Scorer, own: Sequence[Rollout], everyone: Sequence[Rollout], wan
       everyone: rows of all processes, for contexts that need siblings.
       want: what beside sampled log-probs.
       width: T of the result.
+
+    Returns:
+      What gives the scores; it raises what the teacher raises.
     """
     prompts = scorer.context(own, everyone)
     picked = [index for index, prompt in enumerate(prompts) if prompt is not None]
     rows = [row_of(own[index], prompt) for index, prompt in enumerate(prompts) if prompt is not None]
     if not rows and not hasattr(scorer.teacher, "is_collective"):
-        return nothing_scored(len(own), width, want)
-    if want.candidates_BTK is not None:
-        want = replace(want, candidates_BTK=want.candidates_BTK[picked])
-    scores = scorer.teacher.score(rows, want)
-    return scores.placed(picked, len(own), width)
+        return lambda: nothing_scored(len(own), width, want)
+    wanted = want if want.candidates_BTK is None else replace(want, candidates_BTK=want.candidates_BTK[picked])
+    if not getattr(scorer.teacher, "is_remote", False):
+        return lambda: scorer.teacher.score(rows, wanted).placed(picked, len(own), width)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
+    future = thread.submit(scorer.teacher.score, rows, wanted)
+    thread.shutdown(wait=False)
+    return lambda: future.result().placed(picked, len(own), width)
 
 
 def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
@@ -249,15 +272,14 @@ def nothing_scored(num_rows: int, width: int, want: Want) -> TeacherScores:
 def score_views(
     plan: Plan, scorers: Mapping[str, Scorer], own: Sequence[Rollout], everyone: Sequence[Rollout], width: int
 ) -> dict[str, TeacherScores]:
-    """Every view that the plan reads; the one of its divergences with distributions, where they can be had.
+    """The views that the plan reads with more than sampled log-probs, with distributions where they can be had.
 
     Raises:
       TeacherCannot: a full distribution is needed, and the teacher's transport delivers none.
     """
     scored = {}
     for name in plan.views:
-        if name != plan.distribution_view or not (plan.distribution or plan.top_k or plan.teacher_top_k):
-            scored[name] = ask(scorers[name], own, everyone, SAMPLED, width)
+        if name in plan.sampled_views:
             continue
         want = Want(distribution=plan.distribution or plan.top_k > 0, top_k=plan.teacher_top_k)
         try:

@@ -9,6 +9,7 @@ from hybrid.methods import MethodConfig
 from hybrid.objective.objective import Objective
 from hybrid.per_method import label_problem
 from hybrid.teacher_config import (
+    LocalTeacherConfig,
     RecordedTeacherConfig,
     RoutedTeacherConfig,
     SelfTeacherConfig,
@@ -194,16 +195,18 @@ def _measurements(
 def _transport(
     config: ExperimentConfig, path: KeyPath, method: MethodConfig, objective: Objective
 ) -> Iterator[Contradiction]:
-    """What a server or a recording cannot deliver."""
+    """What a server, a recording or a cache cannot deliver."""
     assert config.teacher is not None
     name = method.name
     own = {view for view, spec in method.views.items() if spec.scorer == "self"}
     divergences = [divergence for divergence in objective.divergences if divergence.view not in own]
     for teacher in teachers_of(config.teacher).values():
-        if not isinstance(teacher, ServedTeacherConfig | RecordedTeacherConfig):
+        is_cached = isinstance(teacher, LocalTeacherConfig) and teacher.cache is not None
+        if not (is_cached or isinstance(teacher, ServedTeacherConfig | RecordedTeacherConfig)):
             continue
-        who = "a vLLM server" if isinstance(teacher, ServedTeacherConfig) else "a recording"
-        can_choose = isinstance(teacher, ServedTeacherConfig) and teacher.candidates
+        is_served = isinstance(teacher, ServedTeacherConfig)
+        who = "a vLLM server" if is_served else "a cache" if is_cached else "a recording"
+        can_choose = is_cached or (is_served and teacher.candidates)
         choices = (
             "its choices are: log-probs of the sampled tokens (opd with estimator k1, k2 or k3; opdvr; sipo), "
             "forward_kl on the teacher's own top_k (support: teacher), or a local teacher"
@@ -211,7 +214,13 @@ def _transport(
         for divergence in divergences:
             if divergence.support == "full":
                 yield path, f"{name} needs full distributions for {divergence.kind}, which {who} cannot give; {choices}"
-            elif divergence.support in ("student", "union") and not can_choose:
+            elif divergence.support == "union":
+                yield (
+                    path,
+                    f"{name} needs {divergence.kind} on the top {divergence.top_k} of both sides, which {who} cannot "
+                    f"give; {choices}",
+                )
+            elif divergence.support == "student" and not can_choose:
                 yield (
                     path,
                     f"{name} needs {divergence.kind} on the student's top {divergence.top_k}, which {who} cannot give "

@@ -409,36 +409,46 @@ class MicroBatches:
             sign = 1 if name.endswith("_max") else -1
             logged[name].append(math.nan if math.isinf(value) else sign * value)
 
-    def logps(
-        self, forward: Callable[..., Any], ids: Tensor, attention: Tensor, width: int, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """TRL's log-probs and entropies of the last `width` positions, piece by piece and without gradients.
 
-        Args:
-          forward: TRL's `_get_per_token_logps_and_entropies` of a model.
-          ids: prompts, padded on the left, and completions, padded on the right.
-          attention: their mask.
-          width: of the completions.
-          options: all other arguments of `forward`.
-        """
-        inputs = {
-            "prompt_ids": ids[:, :-width],
-            "prompt_mask": attention[:, :-width],
-            "completion_ids": ids[:, -width:],
-            "completion_mask": attention[:, -width:],
-        }
-        pieces = self.pieces({**inputs, **options}, together=self.is_collective)
-        parts = []
-        for piece in pieces:
-            part = take({**inputs, **options, "batch_size": None}, piece)
-            rows, mask = (
-                torch.cat([part.pop(f"prompt_{name}"), part.pop(f"completion_{name}")], 1) for name in ("ids", "mask")
-            )
-            parts.append(forward(rows, mask, piece.completion, **part))
-        logprob_BT = placed([part[0] for part in parts], pieces, inputs["completion_mask"])
-        if parts[0][1] is None:
-            return logprob_BT, None, None
-        return logprob_BT, placed([part[1] for part in parts], pieces, inputs["completion_mask"]), None
+def halves(ids: Tensor, attention: Tensor, width: int) -> dict[str, Tensor]:
+    """Prompts, padded on the left, and completions of `width`, padded on the right, as TRL's batch names them."""
+    return {
+        "prompt_ids": ids[:, :-width],
+        "prompt_mask": attention[:, :-width],
+        "completion_ids": ids[:, -width:],
+        "completion_mask": attention[:, -width:],
+    }
+
+
+def logps_of(
+    pieces: Sequence[Piece],
+    forward: Callable[..., Any],
+    ids: Tensor,
+    attention: Tensor,
+    width: int,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None, None]:
+    """Log-probs and entropies of the last `width` positions, piece by piece and without gradients.
+
+    Args:
+      pieces: of the rows.
+      forward: of some rows, with the arguments of TRL's `_get_per_token_logps_and_entropies`.
+      ids: prompts and completions.
+      attention: their mask.
+      width: of the completions.
+      options: all other arguments of `forward`.
+    """
+    inputs, parts = halves(ids, attention, width), []
+    for piece in pieces:
+        part = take({**inputs, **options, "batch_size": None}, piece)
+        rows, mask = (
+            torch.cat([part.pop(f"prompt_{name}"), part.pop(f"completion_{name}")], 1) for name in ("ids", "mask")
+        )
+        parts.append(forward(rows, mask, piece.completion, **part))
+    logprob_BT = placed([part[0] for part in parts], pieces, inputs["completion_mask"])
+    if parts[0][1] is None:
+        return logprob_BT, None, None
+    return logprob_BT, placed([part[1] for part in parts], pieces, inputs["completion_mask"]), None
 
 
 @contextmanager

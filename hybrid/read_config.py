@@ -69,9 +69,14 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> ExperimentConf
     Raises:
       ConfigError: one line per error, each with file, line, key and what to do.
     """
+    return validated(read_document(path, overrides))
+
+
+def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
+    """What stands in an experiment file and on the command line, not yet checked; see `read_experiment`."""
     before = load_document(path)
     after = override(before, overrides)
-    return validated(replace(after, values=experiment_overridden(before.values, after.values, overrides)))
+    return replace(after, values=experiment_overridden(before.values, after.values, overrides))
 
 
 def validated(document: Document) -> ExperimentConfig:

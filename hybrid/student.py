@@ -1,6 +1,8 @@
 """The student's own forward over its rollouts: what must be measured before credit can be assigned."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -9,6 +11,7 @@ from torch import Tensor
 from hybrid.collect import Plan, StudentMeasures
 from hybrid.distributions import Request
 from hybrid.errors import ConfigError
+from hybrid.generation import IMAGE_KEYS
 from hybrid.micro_batches import Piece, placed
 from hybrid.types import View
 from teachers.scores import TeacherScores
@@ -78,3 +81,33 @@ def measure_student(
         top=top,
         teacher_top_BTK=whole.get("teacher_top_logprobs"),
     )
+
+
+def sampled_logps(
+    model: Any,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    temperature: float,
+    ids: Tensor,
+    attention: Tensor,
+    width: int,
+    *,
+    compute_entropy: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, None]:
+    """Log-probs and entropies of the last `width` ids by our head, with the arguments of TRL's method.
+
+    Args:
+      model: the (wrapped) student.
+      autocast: enters the precision of the run.
+      temperature: of the sampler.
+      ids: prompts, padded on the left, and completions, padded on the right.
+      attention: their mask.
+      width: of the completions.
+      compute_entropy: whether entropies are wanted.
+      options: image tensors, and what TRL tells beside.
+    """
+    request = Request(target_BT=ids[:, -width:], mask_BT=attention[:, -width:].bool(), temperature=temperature)
+    images = {key: options[key] for key in IMAGE_KEYS if options.get(key) is not None}
+    with autocast():
+        found = model(input_ids=ids, attention_mask=attention, distribution=request, **images)
+    return found["logprobs"], found["entropies"] if compute_entropy else None, None

@@ -27,7 +27,7 @@ from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
 from hybrid.stopping import Stop
-from hybrid.sweep_config import Cell, SweepConfig, read_sweep
+from hybrid.sweep_config import Cell, SweepConfig, read_sweep, too_few_seeds
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import is_chat, teacher_of
 from hybrid.tracking import Tracker
@@ -81,6 +81,8 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
         for config in {cell.config.student.model: cell.config for cell in cells}.values():
             embedded_models(config, bars)
     refuse_other_settings(cells, folder)
+    if (few := too_few_seeds(cells)) is not None:
+        console.print(few, style="yellow")
     tracking = cells[0].config.tracking
     with Tracker.open(
         uri=tracking.uri,

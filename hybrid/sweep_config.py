@@ -103,6 +103,21 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
     return sweep, cells
 
 
+def too_few_seeds(cells: Sequence[Cell]) -> str | None:
+    """Says so where no difference between the methods could be shown, however large; None where one could."""
+    from hybrid.compare.statistics import fewest_seeds
+
+    num_seeds = len({cell.seed for cell in cells})
+    num_compared = max(len({cell.label for cell in cells if cell.task == task}) for task in {c.task for c in cells}) - 1
+    least = fewest_seeds(num_compared=max(1, num_compared))
+    if num_compared == 0 or num_seeds >= least:
+        return None
+    return (
+        f"with {num_seeds} seeds no difference can be shown at 95 %, however large, among {num_compared} comparisons "
+        f"with the baseline: the exact test with Holm's correction needs {least}"
+    )
+
+
 def sweep_problems(error: ValidationError, document: Document) -> list[str]:
     """What is wrong with the sweep's own keys, one line each."""
     found = []

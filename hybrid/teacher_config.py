@@ -97,6 +97,10 @@ class PromptConfig(Settings):
     )
 
 
+_CACHE = (
+    "Folder on this machine in which scores are kept by their content, for later runs too: each sequence is scored "
+    "once. Not for whole distributions."
+)
 _TEMPERATURE = "At which its log-probs hold; null is `train.temperature`, the only right one for most."
 
 
@@ -122,6 +126,7 @@ class LocalTeacherConfig(_Teacher):
     )
     temperature: PositiveFloat | None = Field(default=None, description=_TEMPERATURE)
     align: bool = Field(default=False, description=_ALIGN)
+    cache: str | None = Field(default=None, description=_CACHE)
 
 
 class RequestsConfig(Settings):
@@ -172,6 +177,7 @@ class ServedTeacherConfig(_Teacher):
         description="The server scores ids that the student chose (vLLM's `/inference/v1/generate`, GPU only).",
     )
     align: bool = Field(default=False, description=_ALIGN)
+    cache: str | None = Field(default=None, description=_CACHE)
 
     @model_validator(mode="after")
     def _has_a_server(self) -> Self:

@@ -27,6 +27,7 @@ from hybrid.teacher_config import (
 from hybrid.tiny import Progress
 from hybrid.views import PromptStyle, Taught
 from teachers.alignment import AlignedTeacher, paired_ends
+from teachers.cache import CachedTeacher
 from teachers.local import LocalTeacher
 from teachers.protocol import Teacher
 
@@ -188,6 +189,8 @@ def one(config: LocalTeacherConfig | ServedTeacherConfig | RecordedTeacherConfig
     else:
         teacher = local(config, name, making)
     making.stack.callback(teacher.close)
+    if isinstance(config, LocalTeacherConfig | ServedTeacherConfig) and config.cache is not None:
+        teacher = CachedTeacher(teacher, config.cache)
     if isinstance(config, LocalTeacherConfig | ServedTeacherConfig) and config.align:
         return aligned(config, teacher, making)
     return teacher

@@ -4,6 +4,7 @@ The only file that imports trl. The overridden seams (design section 4) are pinn
 Everything TRL's users know stays: `GRPOConfig` fields, reward functions, callbacks, PEFT, VLM datasets.
 """
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from hybrid.checkpoints import PlacedSampler, begin, publish, writing
+from hybrid.asking import prompts_shown, teacher_metrics, together
+from hybrid.checkpoints import PlacedSampler, begin, publish, random_state, set_random_state, writing
 from hybrid.collect import (
     Plan,
     Rollout,
+    asked,
     head_of,
     join,
     score_candidates,
@@ -52,17 +55,21 @@ from hybrid.generation import (
     without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
-from hybrid.micro_batches import MicroBatches, Piece, even_pieces, take
+from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.pictures import PICTURE_COLUMNS, pictures_of
 from hybrid.skips import Skips
-from hybrid.student import measure_student
+from hybrid.student import measure_student, sampled_logps
 from hybrid.types import RolloutBatch, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
+from teachers.errors import TeacherError
 from teachers.local import LocalTeacher
+from teachers.protocol import SAMPLED
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "hybrid_state_rank{rank}.pt"
 
@@ -150,6 +157,7 @@ class HybridTrainer(GRPOTrainer):
       contexts: own words of privileged contexts by name, in place of those of `teachers/contexts.py`; each is a text
         that ends with {prompt}.
       progress: told how far generation, scoring and updates of a step are.
+      say: given what a person shall read once, such as a teacher's rendered prompt; None logs it.
 
     All other arguments are TRL's.
 
@@ -183,6 +191,7 @@ class HybridTrainer(GRPOTrainer):
         writer: Writer | None = None,
         contexts: Mapping[str, str] | None = None,
         progress: Tell | None = None,
+        say: Callable[[str], None] | None = None,
         **trl: Any,
     ) -> None:
         args = args if args is not None else HybridConfig()
@@ -222,6 +231,7 @@ class HybridTrainer(GRPOTrainer):
         self.scorers = self._make_scorers()
         self._bound = False
         self._staging = ""
+        self._say, self._has_shown = say or log.info, False
         self._skips = Skips(args.bad_gradients)
         check_scorers(self.method, self.plan, self.scorers)
         facts = RunFacts(
@@ -240,8 +250,14 @@ class HybridTrainer(GRPOTrainer):
     def _writer(self, contexts: Mapping[str, str]) -> Writer:
         style = PromptStyle(arguments=dict(self.chat_template_kwargs))  # pyright: ignore[reportArgumentType, reportCallIssue]
         judge = judge_of(self.reward_funcs)
+        text_config = self.model.config.get_text_config()
         return Writer(
-            tokenizer=self._tokenizer, processor=self._processor, style=style, judge=judge, templates=contexts
+            tokenizer=self._tokenizer,
+            processor=self._processor,
+            style=style,
+            max_length=getattr(text_config, "max_position_embeddings", None),
+            judge=judge,
+            templates=contexts,
         )
 
     @property
@@ -293,7 +309,7 @@ class HybridTrainer(GRPOTrainer):
 
     def measure_rollouts(self, own: Sequence[Rollout]) -> tuple[RolloutBatch, dict[str, Any]]:
         """What is measured of responses, whether finished or not; their contexts see them alone."""
-        return self._measure(as_batch(own, self._tokenizer.pad_token_id, self.accelerator.device), own, own)
+        return self._measure(as_batch(own, self._tokenizer.pad_token_id, self.accelerator.device), own, own, alone=True)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         with self.phases.timed("rewards"):
@@ -302,20 +318,29 @@ class HybridTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        before_generation = random_state()
         with self.phases.counting(self.model, "generation", self.max_completion_length or 0):
             out = super()._generate_and_score_completions(inputs)
         captured, self._captured = self._captured, None
         assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
         own = self._rollouts(out, captured)
         everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
-        batch, scored = self._measure(out, own, everyone)
+        if not self._has_shown and self.accelerator.is_main_process:
+            for text in prompts_shown(self.scorers, own, everyone, self._tokenizer):
+                self._say(text)
+        self._has_shown = True
+        try:
+            batch, scored = self._measure(out, own, everyone)
+        except TeacherError:
+            self._keep(before_generation)
+            raise
         whole = gather_batch(batch, self.accelerator.gather)
         before = self.method_state
         with self.phases.timed("credit"):
             assignment, state = self.objective.assign(whole, before)
         if self.model.training:
             self.method_state = state
-        self._note(assignment, whole, scored)
+        self._note(assignment, scored, batch.student_logprob_BT)
         if (gap := largest_gap(out, batch.mask_BT)) is not None:
             gaps = self.accelerator.gather(gap[None])
             self._metrics["train" if self.model.training else "eval"]["sync/max_abs_gap"].append(float(gaps.max()))
@@ -360,13 +385,20 @@ class HybridTrainer(GRPOTrainer):
         return rollouts
 
     def _measure(
-        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout]
+        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout], *, alone: bool = False
     ) -> tuple[RolloutBatch, dict[str, Any]]:
-        """Teacher scores and the student's own log-probs of the rollouts, joined."""
+        """Teacher scores and the student's own log-probs of the rollouts, joined.
+
+        A teacher elsewhere works while the student does. With `alone` the other processes may not measure now.
+        """
+        agreed = (lambda ask: ask()) if alone else together
         mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
         width = mask_BT.shape[1]
         with self.phases.timed("teacher"):
-            scored = score_views(self.plan, self.scorers, own, everyone, width)
+            waiting = {
+                view: asked(self.scorers[view], own, everyone, SAMPLED, width) for view in self.plan.sampled_views
+            }
+            scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
         student = None
         if self.plan.student:
             run = partial(self._run, self.model, out)
@@ -382,7 +414,10 @@ class HybridTrainer(GRPOTrainer):
                 )
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
-            scored[view] = score_candidates(self.scorers[view], own, everyone, student.top, width)
+            top = student.top
+            scored |= agreed(lambda: {view: score_candidates(self.scorers[view], own, everyone, top, width)})
+        with self.phases.timed("teacher"):
+            scored |= agreed(lambda: {view: wait() for view, wait in waiting.items()})
         eos = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         truncated = [bool(r.completion_ids) and r.completion_ids[-1] not in eos for r in own]
         batch = join(
@@ -452,14 +487,25 @@ class HybridTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             self._pass = model(input_ids=ids, attention_mask=attention, distribution=request, **images)
         assert self._pass is not None
-        return self._pass["logprobs"], self._pass["entropies"].detach(), None
+        return self._pass["logprobs"], self._pass["entropies"], None
 
     def _plain_logps(self, model: Any, ids: Tensor, attention: Tensor, width: int, *more: Any, **options: Any) -> Any:
-        """TRL's own forward, cut to the budget where nothing is trained."""
-        plain = super()._get_per_token_logps_and_entropies
-        if self._cutting is None or torch.is_grad_enabled():
-            return plain(model, ids, attention, width, *more, **options)
-        return self._cutting.logps(partial(plain, model), ids, attention, width, options)
+        """TRL's log-probs and entropies of sampled tokens, by its head or by ours; cut where nothing is trained."""
+        own_head = self._streams and model is not self.ref_model
+        if not own_head and (self._cutting is None or torch.is_grad_enabled()):
+            return super()._get_per_token_logps_and_entropies(model, ids, attention, width, *more, **options)
+        forward: Any = partial(super()._get_per_token_logps_and_entropies, model)
+        if own_head:
+            forward = partial(sampled_logps, model, self.accelerator.autocast, self.temperature)
+        if torch.is_grad_enabled():
+            return forward(ids, attention, width, **options)
+        return logps_of(self._pieces(halves(ids, attention, width) | options), forward, ids, attention, width, options)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether sampled tokens go through our head too: without a GPU, TRL's holds more than all logits at once."""
+        whole = self.aux_loss_enabled or self.args.cast_lm_head_to_fp32
+        return self.accelerator.device.type == "cpu" and not whole
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -508,7 +554,7 @@ class HybridTrainer(GRPOTrainer):
     ) -> Request | None:
         """What the loss's forward must measure beside log-probs; None for TRL's own fused forward."""
         candidates = any(term.candidate_BTK is not None for term in generation.assignment.terms)
-        if not self.objective.divergences and not candidates:
+        if not self.objective.divergences and not candidates and not self._streams:
             return None
         scores = generation.scored.get(self.plan.distribution_view)
         hidden = scores.hidden_BTH if scores is not None else None
@@ -574,7 +620,7 @@ class HybridTrainer(GRPOTrainer):
 
     # --- what is noted ----------------------------------------------------------------------------------------------
 
-    def _note(self, assignment: Assignment, whole: RolloutBatch, scored: Mapping[str, Any]) -> None:
+    def _note(self, assignment: Assignment, scored: Mapping[str, Any], student_logprob_BT: Tensor | None) -> None:
         """Credit's metrics (already global) and what the teachers cost."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, seconds in self.phases.take().items():
@@ -582,13 +628,8 @@ class HybridTrainer(GRPOTrainer):
         for name, (total, count) in assignment.metrics.items():
             if count:
                 metrics[name].append(total / count)
-        for name, scores in scored.items():
-            failed = torch.tensor([len(scores.failures)], device=whole.mask_BT.device)
-            metrics[f"{name}/failed_rows"].append(float(self.accelerator.gather(failed).sum()))
-            for key, value in scores.stats.items():
-                if key != "failed_rows":
-                    total = self.accelerator.gather(torch.tensor([float(value)], device=whole.mask_BT.device)).sum()
-                    metrics[f"{name}/{key}"].append(float(total))
+        for name, value in teacher_metrics(scored, student_logprob_BT).items():
+            metrics[name].append(value)
 
     def _log_terms(self, own: Any) -> None:
         """The three sums over the whole generation batch, as `hybrid explain` would print them."""
@@ -621,6 +662,15 @@ class HybridTrainer(GRPOTrainer):
             folder.mkdir(exist_ok=True)
             torch.save(self._own_state(), folder / STATE_FILE.format(rank=self.accelerator.process_index))
             publish(folder, root, self.args.save_total_limit)
+
+    def _keep(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint of this moment, between two updates, from which the step that could not be made comes again."""
+        root, step = Path(super()._get_output_dir(None)), self.state.global_step
+        starts_afresh = self._step % ((self.args.steps_per_generation or 1) * self.num_iterations) == 0
+        if self.model.training and step and starts_afresh and not (root / f"checkpoint-{step}").exists():
+            set_random_state(state)
+            self._save_checkpoint(self.model_wrapped, None)
+            self._say(f"the teacher failed; a checkpoint of step {step} is kept, from which --resume goes on")
 
     def _own_state(self) -> dict[str, Any]:
         """What a resumed run needs beside TRL's state; rollouts only where they will be used again."""

@@ -289,6 +289,7 @@ def build_trainer(
         watch=recorder,
         contexts={str(name): words for name, words in config.student.contexts.items()},
         progress=progress,
+        say=setting.bars.say,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

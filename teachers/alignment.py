@@ -223,6 +223,7 @@ class AlignedTeacher:
         """
         self.name = inner.name if name is None else name
         self.inner = inner
+        self.is_remote = getattr(inner, "is_remote", False)
         self.needs_extra_tokens = getattr(inner, "needs_extra_tokens", 0)
         self.tokenizer = teacher_tokenizer
         self._student, self._teacher = TokenBytes(student_tokenizer), TokenBytes(teacher_tokenizer)

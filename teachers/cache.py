@@ -37,6 +37,7 @@ class CachedTeacher:
           TeacherError: the folder holds something else.
         """
         self.inner = inner
+        self.is_remote = getattr(inner, "is_remote", False)
         self.identity = identity if identity is not None else identity_of(inner)
         self.path = Path(folder) / FILE
         self._store = ScoreStore(self.path)

@@ -31,6 +31,9 @@ class VllmTeacher:
     needs_extra_tokens = 1
     """A server generates one token after each row that it scores."""
 
+    is_remote = True
+    """It works while this process does something else."""
+
     def __init__(
         self,
         url: str | Sequence[str],

@@ -4,7 +4,6 @@ One process imports everything once and forks a child for each start; each child
 session. Run as a script, this file is that process.
 """
 
-import contextlib
 import ctypes
 import importlib
 import json
@@ -50,8 +49,8 @@ class Started:
 
     def ended(self) -> int:
         """Waits for its end; the exit code, negative for a signal."""
-        code = self.forks.ask({"wait": self.pid})
-        self.forks.pids.remove(self.pid)
+        while (code := self.forks.ask({"ended": self.pid})) is None:
+            time.sleep(0.02)
         return code
 
     def until(self, happened: Any) -> None:
@@ -67,7 +66,6 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.folder, self.number = folder, 0
-        self.pids: list[int] = []
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -99,9 +97,7 @@ class Forks:
         out = self.folder / f"out_{self.number}.txt"
         argv = [program, *map(str, arguments)]
         request = {"argv": argv, "out": str(out), "powerless": powerless, "env": environment}
-        started = Started(self.ask(request), out, self)
-        self.pids.append(started.pid)
-        return started
+        return Started(self.ask(request), out, self)
 
     def pair(self, *arguments: str | Path) -> tuple[Started, Started]:
         """Two processes of one run, as torchrun would start them."""
@@ -114,9 +110,6 @@ class Forks:
 def forks(tmp_path_factory, tiny_cache):
     started = Forks(tmp_path_factory.mktemp("forks"))
     yield started
-    for pid in started.pids:  # nobody has waited for them, so the numbers are still theirs
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
     assert started.process.stdin is not None
     started.process.stdin.close()
     assert started.process.wait() == 0
@@ -164,6 +157,12 @@ def forked(request: dict[str, Any]) -> int:
         os._exit(code)
 
 
+def code_of(pid: int) -> int | None:
+    """The exit code of a child; None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some libraries print while they are imported
@@ -175,11 +174,17 @@ def main() -> None:
     import hybrid.launch  # noqa: F401
 
     torch.set_num_threads(1)
+    running: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
-        wait = request.get("wait")
-        answer = forked(request) if wait is None else os.waitstatus_to_exitcode(os.waitpid(wait, 0)[1])
+        answer = forked(request) if "argv" in request else code_of(request["ended"])
+        if "argv" in request:
+            running.add(answer)
+        elif answer is not None:
+            running.remove(request["ended"])
         print(json.dumps(answer), file=replies, flush=True)
+    for pid in running:  # of a test that failed; nobody has waited for them, so the numbers are still theirs
+        os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -277,11 +277,32 @@ def test_a_server_is_not_asked_for_what_it_cannot_give(refusal, method, what):
 
 
 @pytest.mark.parametrize(
+    ("method", "teacher", "what"),
+    [
+        (
+            "{name: opd, estimator: reverse_kl}",
+            "{model: z, cache: scores}",
+            "full distributions for reverse_kl, which a cache",
+        ),
+        (
+            "{name: kat, support: union}",
+            "{url: 'http://n:1', model: z, candidates: true}",
+            "on the top 64 of both sides, which a vLLM server cannot give",
+        ),
+    ],
+)
+def test_neither_a_cache_nor_a_server_gives_a_whole_distribution(refusal, method, teacher, what):
+    assert what in refusal(teacher=f"teacher: {teacher}", method=f"method: {method}")
+
+
+@pytest.mark.parametrize(
     ("method", "teacher"),
     [
         ("{name: opd}", "{url: 'http://n:1', model: z}"),
         ("{name: opd, estimator: forward_kl, top_k: 16, support: teacher}", "{url: 'http://n:1', model: z}"),
         ("{name: kat}", "{url: ['http://n:1', 'http://m:1'], model: z, candidates: true}"),
+        ("{name: kat}", "{model: z, cache: scores}"),
+        ("{name: kat, support: union}", "{model: z}"),
         ("{name: opd, estimator: reverse_kl}", "{model: z}"),
         ("{name: sipo}", "{url: 'http://n:1', model: z}"),
         ("{name: opd}", "{self: {sync: snapshot, every: 5}}"),

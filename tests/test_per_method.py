@@ -1,7 +1,10 @@
 """Settings of single methods: who has them, what wins over them, and what a slip in them says."""
 
+from pathlib import Path
+
 import pytest
 
+from hybrid.check import check_experiment
 from hybrid.config import resolved_yaml
 from hybrid.errors import ConfigError
 from hybrid.per_method import flat, rough_labels
@@ -105,6 +108,15 @@ def test_a_slip_is_one_line_with_its_place(read, own, line):
     message = str(caught.value)
     assert message.startswith(f"x.yaml:5: student.per_method{line}")
     assert "\n" not in message
+
+
+def test_a_check_lets_the_command_line_win_too(read, tmp_path):
+    read("{grpo: {lr: 3e-4}}")
+    assert not [
+        str(one)
+        for one in check_experiment(Path("x.yaml"), ["compare=[]", "train.max_completion_length=24"])
+        if one.level == "error"
+    ]
 
 
 def test_the_plan_tells_them(read):

@@ -13,7 +13,7 @@ from hybrid.compare.load import load_runs
 from hybrid.errors import ConfigError
 from hybrid.per_method import set_dotted
 from hybrid.sweep import FAILED_FILE, MADE_OF_FILE, first_difference, refuse_other_settings, run_sweep, state_of
-from hybrid.sweep_config import labels_of, read_sweep
+from hybrid.sweep_config import labels_of, read_sweep, too_few_seeds
 from hybrid.training import RESULT_FILE
 from hybrid.yaml_file import dump_yaml
 from tests.experiments import QUICKSTART, ROOT, SMALL
@@ -207,8 +207,10 @@ def test_the_study_has_a_cell_for_every_task_method_and_seed():
     assert tasks == {"chain_sum", "carry_sum", "long_sum"}
     assert sweep.baseline in labels
     assert len(labels) == 12
-    assert {cell.seed for cell in cells} == set(range(8))
-    assert len({cell.name for cell in cells}) == len(cells) == 288
+    assert {cell.seed for cell in cells} == set(range(9))
+    assert len({cell.name for cell in cells}) == len(cells) == 324
+    assert too_few_seeds(cells) is None
+    assert "needs 9" in str(too_few_seeds([cell for cell in cells if cell.seed < 8]))
 
 
 def test_a_block_of_settings_merges_and_one_that_says_what_it_is_takes_the_place():

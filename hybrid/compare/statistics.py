@@ -59,6 +59,7 @@ class PairedDifference:
       cliffs_delta: share of unpaired comparisons won minus share lost, in [-1, 1].
       num_pairs: pairs in which both runs finished.
       num_failed: pairs in which at least one did not.
+      num_compared: comparisons that `p_holm` is corrected for.
     """
 
     mean: Estimate
@@ -70,6 +71,7 @@ class PairedDifference:
     cliffs_delta: float
     num_pairs: int
     num_failed: int
+    num_compared: int = 1
 
 
 def pass_at_k(
@@ -319,12 +321,17 @@ def cliffs_delta(method_S: Num[ndarray, " S"], baseline_S: Num[ndarray, " S2"]) 
     return float(np.sign(method_S[:, None] - baseline_S[None, :]).mean())
 
 
-def fewest_seeds(level: float = LEVEL) -> int:
-    """The fewest pairs with which the exact sign-flip test can reach the level at all: 6 at 95 %."""
-    return math.ceil(1 - math.log2(1 - level) - 1e-9)
+def fewest_seeds(level: float = LEVEL, num_compared: int = 1) -> int:
+    """The fewest pairs with which the exact sign-flip test can reach the level at all: 6 at 95 %.
+
+    Of several comparisons, Holm's correction multiplies the least p-value by their number, so that 11 need 9 pairs.
+    """
+    return math.ceil(1 - math.log2((1 - level) / num_compared) - 1e-9)
 
 
-def seeds_needed(sd: float, difference: float, *, power: float = POWER, level: float = LEVEL) -> float:
+def seeds_needed(
+    sd: float, difference: float, *, power: float = POWER, level: float = LEVEL, num_compared: int = 1
+) -> float:
     """How many paired seeds would show a true difference of this size.
 
     Args:
@@ -332,6 +339,7 @@ def seeds_needed(sd: float, difference: float, *, power: float = POWER, level: f
       difference: the true difference that one would like to see, in the same unit.
       power: chance of seeing it.
       level: 1 minus the two-sided chance of a false claim.
+      num_compared: comparisons among which it stands; the chance is divided by it, as Holm does for the clearest one.
 
     Returns:
       The least number at which the paired t-test has the power, but not below `fewest_seeds`; NaN for an unknown sd,
@@ -347,7 +355,8 @@ def seeds_needed(sd: float, difference: float, *, power: float = POWER, level: f
         raise ValueError(
             f"a difference that is not 0 and an sd that is not negative are needed; got {difference}, {sd}"
         )
-    least = fewest_seeds(level)
+    least = fewest_seeds(level, num_compared)
+    level = 1 - (1 - level) / num_compared
     if not math.isfinite(sd):
         return math.nan
     if sd == 0 or _power(least, abs(difference) / sd, level) >= power:
@@ -373,4 +382,5 @@ def _power(num_pairs: int, effect: float, level: float) -> float:
 def correct_for_many(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
     """The same comparisons, each with Holm's correction for standing among the others."""
     corrected_M = holm([one.p_value for one in differences])
-    return [replace(one, p_holm=float(p)) for one, p in zip(differences, corrected_M, strict=True)]
+    num = max(1, sum(math.isfinite(one.p_value) for one in differences))
+    return [replace(one, p_holm=float(p), num_compared=num) for one, p in zip(differences, corrected_M, strict=True)]

@@ -39,16 +39,18 @@ def verdict(
             f"({between}; p = {found.p_holm:.2g}){failed}."
         )
     seen = f"{method} minus {baseline}: {points}, {between}; p = {found.p_holm:.2g}"
-    if found.num_pairs < fewest_seeds(mean.level):
+    least = fewest_seeds(mean.level, found.num_compared)
+    if found.num_pairs < least:
+        among = "" if found.num_compared == 1 else f" among {found.num_compared} comparisons"
         return (
             f"no difference can be shown at {level} with {found.num_pairs} seeds; the exact test needs at least "
-            f"{fewest_seeds(mean.level)} ({seen}){failed}."
+            f"{least}{among} ({seen}){failed}."
         )
     return f"no difference shown at {level} with {found.num_pairs} seeds; {_needed(found, wanted)} ({seen}){failed}."
 
 
 def _needed(found: PairedDifference, wanted: float) -> str:
-    num = seeds_needed(found.sd, wanted, level=found.mean.level)
+    num = seeds_needed(found.sd, wanted, level=found.mean.level, num_compared=found.num_compared)
     if math.isinf(num):
         return f"over a million would be needed for {_points(wanted)}"
     if num <= found.num_pairs:

@@ -204,6 +204,7 @@ def test_many_comparisons_are_corrected_together():
     corrected = correct_for_many([clear, unclear, failed])
     assert corrected[0].p_value == 2 / 128
     assert corrected[0].p_holm == 4 / 128
+    assert {one.num_compared for one in corrected} == {2}
     assert corrected[1].p_holm == 1.0
     assert math.isnan(corrected[2].p_holm)
 
@@ -218,7 +219,12 @@ def test_seeds_needed_agrees_with_published_tables(effect, num):
 def test_seeds_needed_at_its_limits():
     assert fewest_seeds(0.95) == 6  # 2^(1-6) = 0.031
     assert fewest_seeds(0.75) == 3  # 2^(1-3) = 0.25 exactly
+    assert fewest_seeds(0.95, 11) == 9  # 11 * 2^(1-9) = 0.043
+    assert fewest_seeds(0.95, 2) == 7  # 2 * 2^(1-7) = 0.031
     assert seeds_needed(0.0, 0.03) == 6
+    assert seeds_needed(0.0, 0.03, num_compared=11) == 9
+    # G*Power 3.1 at effect 0.5, alpha 0.01 and power 0.8
+    assert seeds_needed(0.1, 0.05, num_compared=5) == 51
     assert seeds_needed(0.01, 1.0) == 6
     assert math.isnan(seeds_needed(math.nan, 0.03))
     assert seeds_needed(100.0, 0.001) == math.inf

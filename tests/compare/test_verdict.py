@@ -41,6 +41,15 @@ def test_too_few_seeds_can_show_nothing():
     assert say([0.9], [0.1]) == "nothing shown with one seed (opdvr minus grpo: 80 points)."
 
 
+def test_seeds_that_are_enough_for_one_comparison_may_be_too_few_for_many():
+    clear = paired_difference([0.9, 0.8, 0.9, 0.9, 0.8, 0.9, 0.9, 0.8], [0.1] * 8)
+    sentence = verdict(correct_for_many([clear] * 11)[0], method="opdvr", baseline="grpo")
+    assert sentence.startswith(
+        "no difference can be shown at 95 % with 8 seeds; the exact test needs at least 9 among 11 comparisons ("
+    )
+    assert verdict(correct_for_many([clear] * 6)[0], method="opdvr", baseline="grpo").startswith("opdvr is better than")
+
+
 @pytest.mark.parametrize(("num_failed", "verb"), [(1, "is"), (2, "are"), (6, "are")])
 def test_failed_runs_are_named_in_every_sentence(num_failed, verb):
     runs = [math.nan] * num_failed + [0.60, 0.62, 0.58, 0.61, 0.63, 0.60, 0.6][num_failed:]
@@ -60,4 +69,4 @@ def test_the_claim_is_made_after_the_correction():
     clear = paired_difference([0.60, 0.62, 0.58, 0.61, 0.63, 0.60], [0.5] * 6)
     among_many = correct_for_many([clear, clear])[0]
     assert "is better" in verdict(clear, method="a", baseline="b")
-    assert verdict(among_many, method="a", baseline="b").startswith("no difference shown at 95 % with 6 seeds")
+    assert verdict(among_many, method="a", baseline="b").startswith("no difference can be shown at 95 % with 6 seeds")

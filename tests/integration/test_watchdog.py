@@ -1,15 +1,21 @@
 """A run that stands still ends by itself and says why: a frozen process, a teacher that does not answer."""
 
 import asyncio
+import os
 import signal
 import socket
+import time
+from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from hybrid.checkpoints import newest_good, step_of
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.watchdog import STALLED, Sign, reason
 from tests.experiments import QUICKSTART, as_options, recorded_steps, small
-from tests.teachers.fake_vllm import FakeVllm
+from tests.forks import Started
+from tests.teachers.fake_vllm import FakeVllm, stream
 
 LIMIT_S = 6
 ONE = ["compare=[]", "evaluate=null", "tracking.completions_every=0", f"engine.stall_after_s={LIMIT_S}"]
@@ -33,46 +39,21 @@ def test_the_reason_names_who_is_waited_for():
     assert "process 1 (pid 7 on a) has given no sign of life for 70 s" in reason([waiting, frozen], 100.0, 50.0, {})
 
 
-@pytest.mark.processes
-def test_a_frozen_process_is_found_by_the_other_one_and_named(forks, tmp_path):
-    first, second = forks.pair("train", QUICKSTART, *as_options(small(tmp_path, *TWO)))
-    first.until(lambda: len(recorded_steps(tmp_path)) >= 3)
-    second.kill(signal.SIGSTOP)
-    assert first.ended() == STALLED, first.printed()
-    assert second.ended() == -signal.SIGKILL
-    told = first.printed()
-    assert f"process 0: no progress for {LIMIT_S} s: process 1 (pid {second.pid} on" in told
-    assert "has given no sign of life for" in told
-    (folder,) = tmp_path.glob("quickstart/*/opdvr")
-    stacks = (folder / "stalled_0.txt").read_text()
-    assert "training_step" in stacks, "the stack of the main thread"
-    run = open_client(default_uri(tmp_path)).get_run((folder / "mlflow_run").read_text())
-    assert run.info.status == "FAILED"
-    assert "process 1" in run.data.tags["hybrid.stalled"]
-
-
-@pytest.fixture
-def silent_teacher():
-    """Answers three times, and then keeps everybody waiting."""
-    server = FakeVllm()
-
-    async def answers(server, body):
-        return None
-
+def test_a_teacher_that_does_not_answer_is_named_with_its_address(forks, tmp_path):
     async def hangs(server, body):
-        await asyncio.sleep(3600)
+        if recorded_steps(tmp_path):
+            await asyncio.sleep(3600)
+        events = [server.echo_event(body, index) for index in range(len(body["prompt"]))]
+        return web.Response(text=stream(events), content_type="text/event-stream")
 
-    server.faults = [answers, answers, answers, *[hangs] * 1000]
-    yield server.start()
-    server.stop()
-
-
-def test_a_teacher_that_does_not_answer_is_named_with_its_address(forks, tmp_path, silent_teacher):
-    teacher = f"teacher={{model: tiny, url: '{silent_teacher.url}'}}"
+    server = FakeVllm().start()
+    server.always = [hangs]
+    teacher = f"teacher={{model: tiny, url: '{server.url}', requests: {{compress: false}}}}"
     run = forks.start("train", QUICKSTART, *as_options(small(tmp_path, *ONE, teacher)))
     assert run.ended() == STALLED, run.printed()
+    server.stop()
     told = run.printed().replace("\n", "")
-    assert f"the run is in 'teacher' (tiny at {silent_teacher.url}) of step" in told
+    assert f"the run is in 'teacher' (tiny at {server.url}) of step 2" in told
     (stacks,) = tmp_path.glob("quickstart/*/opdvr/stalled_0.txt")
     assert "teachers/vllm.py" in stacks.read_text()
 
@@ -84,3 +65,58 @@ def test_a_rollout_engine_that_does_not_answer_is_named(forks, tmp_path):
         assert run.ended() == STALLED, run.printed()
     assert f"the run is in 'generation' (by the server at {url}) of step 1" in run.printed()
     assert "silent_rollouts.py" in (tmp_path / "stalled_0.txt").read_text()
+
+
+def workers_of(launcher: Started) -> list[int]:
+    """The processes that a launcher has started, by rank."""
+    found = {}
+    for pid in map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()):
+        own = dict(part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part)
+        if "LOCAL_RANK" in own:
+            found[int(own["LOCAL_RANK"])] = pid
+    return [found[rank] for rank in range(2)]
+
+
+def lives(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.processes
+def test_a_launched_run_is_stopped_loses_its_launcher_and_loses_a_process(forks, tmp_path):
+    def start(*more):
+        before = len(recorded_steps(tmp_path))
+        run = forks.start("train", QUICKSTART, *as_options(small(tmp_path, *TWO)), *more)
+        run.until(lambda: len(recorded_steps(tmp_path)) >= before + 2)
+        return run
+
+    run = start()
+    (folder,) = tmp_path.glob("quickstart/*/opdvr")
+    run.kill(signal.SIGTERM)
+    assert run.ended() == 143, run.printed()
+    first = newest_good(folder, pytest.fail)
+    assert first is not None
+
+    run = start("--resume", "latest")
+    workers = workers_of(run)
+    run.kill(signal.SIGKILL)
+    assert run.ended() == -signal.SIGKILL
+    while any(map(lives, workers)):  # they are told by nobody, find out, and save their step
+        time.sleep(0.05)
+    second = newest_good(folder, pytest.fail)
+    assert second is not None
+    assert step_of(second) > step_of(first)
+
+    run = start("--resume", "latest")
+    workers = workers_of(run)
+    os.kill(workers[1], signal.SIGSTOP)
+    assert run.ended() == STALLED, run.printed()
+    assert not any(map(lives, workers))
+    told = run.printed()
+    assert f"process 0: no progress for {LIMIT_S} s: process 1 (pid {workers[1]} on" in told
+    assert "has given no sign of life for" in told
+    stacks = (folder / "stalled_0.txt").read_text()
+    assert "training_step" in stacks, "the stack of the main thread"
+    tracked = open_client(default_uri(tmp_path)).get_run((folder / "mlflow_run").read_text())
+    assert tracked.info.status == "FAILED"
+    assert "process 1" in tracked.data.tags["hybrid.stalled"]

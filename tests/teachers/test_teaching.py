@@ -167,3 +167,14 @@ def test_a_server_must_hold_as_many_log_probs_as_the_methods_ask_for(student, ma
 def test_chats_are_told_from_plain_prompts():
     assert is_chat(Dataset.from_list([{"prompt": CHAT}]))
     assert not is_chat(Dataset.from_list([{"prompt": "the word"}]))
+
+
+def test_scores_are_kept_for_later_runs_where_a_folder_is_given(student, other, tmp_path):
+    block = {"model": other, "align": True, "cache": str(tmp_path / "scores")}
+    row = Row(prompt_ids=(1, 2), completion_ids=(5, 6))
+    asked = []
+    for _ in range(2):
+        with teacher_of(experiment(student, teacher=block), folder=tmp_path, student=student) as own:
+            asked.append(own.teacher.score([row]))
+    assert [(scores.stats["cache_hits"], scores.stats["cache_misses"]) for scores in asked] == [(0, 1), (1, 0)]
+    assert asked[0].logprob_BT.tolist() == asked[1].logprob_BT.tolist()

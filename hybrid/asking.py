@@ -1,0 +1,101 @@
+"""How a training talks with its teachers: asks them while the student works, shows what they see, adds up their work.
+
+Every function that gathers is called by all processes of a run, whether or not they had a row for a teacher.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from hybrid.collect import Rollout, Scorer, unchanged
+from hybrid.together import from_all, num_processes
+from teachers.errors import TeacherError, TeacherUnavailable
+from teachers.router import teacher_gaps
+from teachers.scores import TeacherScores
+
+
+def together(ask: Callable[[], dict[str, TeacherScores]]) -> dict[str, TeacherScores]:
+    """The scores that `ask` gives; a teacher that fails one process fails them all, so that none waits for another.
+
+    Raises:
+      TeacherError: of this process, or of another one.
+    """
+    if num_processes() == 1:
+        return ask()
+    error: TeacherError | None = None
+    scored: dict[str, TeacherScores] = {}
+    try:
+        scored = ask()
+    except TeacherError as found:
+        error = found
+    said = [text for text in from_all(None if error is None else str(error)) if text is not None]
+    if error is not None:
+        raise error
+    if said:
+        raise TeacherUnavailable(f"another process could not have its rows scored: {said[0]}")
+    return scored
+
+
+def prompts_shown(scorers: Mapping[str, Scorer], own: Sequence[Rollout], everyone: Sequence[Rollout], tokenizer: Any):
+    """One prompt of each view that is not the student's own, as its scorer sees it, for a person to read once.
+
+    Args:
+      scorers: by view.
+      own: rows of this process.
+      everyone: rows of all processes.
+      tokenizer: the student's.
+
+    Returns:
+      A text for each such view.
+    """
+    shown = []
+    for view, scorer in scorers.items():
+        if scorer.context is unchanged:
+            continue
+        prompts = [prompt for prompt in scorer.context(own, everyone) if prompt is not None]
+        if prompts:
+            reader = getattr(scorer.teacher, "tokenizer", None) or tokenizer
+            shown.append(f"the view {view} sees: {reader.decode(prompts[0].prompt_ids)!r}")
+    return shown
+
+
+def teacher_metrics(
+    scored: Mapping[str, TeacherScores], student_logprob_BT: Float[Tensor, "B T"] | None
+) -> dict[str, float]:
+    """What teachers did in a step, over all processes.
+
+    Args:
+      scored: by view.
+      student_logprob_BT: of the same tokens, in nats; None where it was not measured.
+
+    Returns:
+      For each view "VIEW/failed_rows" and what asking cost, summed; and where several teachers stand behind it, each
+      one's share of the scored rows and its mean gap to the student in nats: "VIEW/NAME/share", "VIEW/NAME/gap".
+    """
+    sums: Counter[str] = Counter()
+    names = set()
+    for view, scores in scored.items():
+        sums.update({f"{view}/failed_rows": float(len(scores.failures))})
+        sums.update({f"{view}/{key}": float(value) for key, value in scores.stats.items() if key != "failed_rows"})
+        for name in scores.parts:
+            names.add((view, name))
+        if student_logprob_BT is not None:
+            for name, (gap, num_tokens) in teacher_gaps(scores, student_logprob_BT).items():
+                sums.update({f"{view}/{name}/gap": gap, f"{view}/{name}/gap_tokens": float(num_tokens)})
+    told = from_all((dict(sums), names))
+    total = Counter()
+    for part, _ in told:
+        total.update(part)
+    metrics = dict(total)
+    for view, name in sorted(set().union(*(own for _, own in told))):
+        num_tokens = metrics.pop(f"{view}/{name}/gap_tokens", 0.0)
+        gap = metrics.pop(f"{view}/{name}/gap", 0.0)
+        if num_tokens:
+            metrics[f"{view}/{name}/gap"] = gap / num_tokens
+        others = [n for v, n in set().union(*(own for _, own in told)) if v == view]
+        rows = sum(metrics.get(f"{view}/{other}/rows", 0.0) for other in others)
+        metrics[f"{view}/{name}/share"] = metrics.get(f"{view}/{name}/rows", 0.0) / rows if rows else 0.0
+    return metrics
