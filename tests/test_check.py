@@ -221,7 +221,7 @@ def test_other_things_that_are_not_there(broken, old, new, message):
         ),
         (
             "mix, parts: [{method: {name: kat}}, {method: {name: va_opd}}]",
-            "which is measured once, and the terms want it on the top 64 (student) and on the vocabulary; give them one",
+            "which is measured once, and the terms want it on the top 64 (student) and on the vocabulary; give",
         ),
         ("kdrl, beta: -0.1", "kdrl.beta: is a weight, which is not negative; got -0.1"),
         ("sdpo, w: 1.5", "sdpo.w: is a share, which lies between 0 and 1"),
