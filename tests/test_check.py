@@ -163,7 +163,7 @@ def test_a_completion_that_leaves_no_room(broken):
         (
             "teacher: {model: tiny:chain_sum}",
             "teacher: tiny:chain_sum",
-            "teacher: should be a mapping with temperature",
+            "teacher: should be a mapping with context",
         ),
         (
             "teacher: {model: tiny:chain_sum}",
@@ -218,6 +218,10 @@ def test_other_things_that_are_not_there(broken, old, new, message):
         (
             "mix, parts: [{method: {name: sipo_analytic, alpha: 1}}, {method: {name: opd, estimator: jsd}}]",
             "mix: a run measures the distributions of one scorer, and the terms of this objective want those of right",
+        ),
+        (
+            "mix, parts: [{method: {name: kat}}, {method: {name: va_opd}}]",
+            "which is measured once, and the terms want it on the top 64 (student) and on the vocabulary; give",
         ),
         ("kdrl, beta: -0.1", "kdrl.beta: is a weight, which is not negative; got -0.1"),
         ("sdpo, w: 1.5", "sdpo.w: is a share, which lies between 0 and 1"),
