@@ -206,9 +206,9 @@ def test_the_study_has_a_cell_for_every_task_method_and_seed():
     tasks, labels = {cell.task for cell in cells}, {cell.label for cell in cells}
     assert tasks == {"chain_sum", "carry_sum", "long_sum"}
     assert sweep.baseline in labels
-    assert len(labels) == 12
+    assert len(labels) == 13
     assert {cell.seed for cell in cells} == set(range(9))
-    assert len({cell.name for cell in cells}) == len(cells) == 324
+    assert len({cell.name for cell in cells}) == len(cells) == 351
     assert too_few_seeds(cells) is None
     assert "needs 9" in str(too_few_seeds([cell for cell in cells if cell.seed < 8]))
 
