@@ -238,6 +238,7 @@ def test_labels_are_given_or_numbered():
     ("changes", "complaint"),
     [
         ({"seeds": []}, "the sweep has no cell"),
+        ({"seeds": [1, -1]}, r"grid\.yaml:\d+: seeds.*: .*greater than or equal to 0"),
         ({"methods": [{"name": "gpro"}]}, "cell sums gpro seed 4: .*gpro"),
         ({"tasks": {"a": {"train.stepz": 3}}}, r"cell a opd seed 4: .*train\.stepz: unknown key; did you mean steps"),
         ({"jobs": 0}, r"grid\.yaml:\d+: jobs: "),
