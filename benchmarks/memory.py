@@ -189,7 +189,7 @@ def counted_bytes(call: Callable[[], object]) -> int:
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
+        held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         most = max(most, held)
     return most
 

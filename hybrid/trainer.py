@@ -333,7 +333,7 @@ class HybridTrainer(GRPOTrainer):
                 self._say(text)
         self._has_shown = True
         try:
-            batch, scored = self._measure(out, own, everyone, trained=self.model.training)
+            batch, scored = self._measure(out, own, everyone)
         except TeacherError:
             self._early = None
             self._keep(before_generation)
@@ -389,18 +389,11 @@ class HybridTrainer(GRPOTrainer):
         return rollouts
 
     def _measure(
-        self,
-        out: Mapping[str, Any],
-        own: Sequence[Rollout],
-        everyone: Sequence[Rollout],
-        *,
-        trained: bool = False,
-        alone: bool = False,
+        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout], *, alone: bool = False
     ) -> tuple[RolloutBatch, dict[str, Any]]:
         """Teacher scores and the student's own log-probs of the rollouts, joined.
 
-        A teacher elsewhere works while the student does. `trained` is where a loss comes next; with `alone` the other
-        processes may not measure now.
+        A teacher elsewhere works while the student does. With `alone` the other processes may not measure now.
         """
         agreed = (lambda ask: ask()) if alone else together
         mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
@@ -410,7 +403,7 @@ class HybridTrainer(GRPOTrainer):
                 view: asked(self.scorers[view], own, everyone, SAMPLED, width) for view in self.plan.sampled_views
             }
             scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
-        student = self._measured_student(out, mask_BT, scored, trained=trained) if self.plan.student else None
+        student = self._measured_student(out, mask_BT, scored, alone=alone) if self.plan.student else None
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
             top = student.top
@@ -434,7 +427,7 @@ class HybridTrainer(GRPOTrainer):
         return batch, scored
 
     def _measured_student(
-        self, out: Mapping[str, Any], mask_BT: Tensor, scored: Mapping[str, Any], *, trained: bool
+        self, out: Mapping[str, Any], mask_BT: Tensor, scored: Mapping[str, Any], *, alone: bool
     ) -> StudentMeasures:
         """The student's own measurements, by a forward that is made anyway where there is one."""
         old_BT = out.get("old_per_token_logps")
@@ -443,7 +436,7 @@ class HybridTrainer(GRPOTrainer):
         run, pieces = partial(self._run, self.model, out), self._pieces(out)
         scores = scored.get(self.plan.distribution_view)
         with self.phases.timed("student"):
-            if trained and old_BT is None and self._loss_sees_all:
+            if not alone and old_BT is None and self._loss_sees_all:
                 view = None if scores is None else to_view(scores, mask_BT)
                 hidden = None if scores is None else scores.hidden_BTH
                 request = self._request_for(out["completion_ids"], mask_BT, scores, hidden, view)
@@ -457,7 +450,7 @@ class HybridTrainer(GRPOTrainer):
         """Whether one forward of the loss takes the generation batch whole, so that credit can be read off it first."""
         spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
         once = self.args.steps_per_generation == 1 and self.num_iterations == 1 and self._cutting is None
-        return once and not spread and not self.plan.top_k and not self.aux_loss_enabled
+        return self.model.training and once and not spread and not self.plan.top_k and not self.aux_loss_enabled
 
     def _pieces(self, out: Mapping[str, Any]) -> list[Piece]:
         """What goes through the student at once where nothing is trained."""

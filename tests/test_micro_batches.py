@@ -23,6 +23,7 @@ from hybrid.micro_batches import (
 )
 from hybrid.plan import plan_lines
 from hybrid.read_config import read_experiment
+from hybrid.teacher_config import LocalTeacherConfig
 from hybrid.teaching import Making, local
 from hybrid.tiny_vision import vision_processor
 from hybrid.trainer import HybridConfig, HybridTrainer
@@ -247,15 +248,18 @@ def test_an_experiment_is_cut_as_its_plan_says(tmp_path, tiny_cache):
     lines, plain = plan_lines(cut), plan_lines(whole)
     assert "1 micro-batches x 32 responses, sorted by length and cut at 600 padded tokens" in lines[1]
     assert "cut" not in plain[1]
-    activations = [float(re.search(r"activations ([0-9.e-]+)", line[2]).group(1)) for line in (plain, lines)]
+    activations = [float(re.findall(r"activations ([0-9.e-]+)", line[2])[0]) for line in (plain, lines)]
     assert activations[1] == pytest.approx(activations[0] * 600 / (32 * 64), rel=0.05)
+    assert isinstance(cut.teacher, LocalTeacherConfig)
     args = training_args(cut, cut.method, tmp_path, reward_weights=())
     assert args.max_tokens_per_micro_batch == 600
     with ExitStack() as stack:
         making = Making.of(cut, stack, folder=tmp_path, student=str(tmp_path))
-        assert local(cut.teacher, "teacher", making).settings.token_budget == 600
         own = cut.teacher.model_copy(update={"token_budget": 50})
-        assert local(own, "teacher", making).settings.token_budget == 50
+        for config, budget in ((cut.teacher, 600), (own, 50)):
+            teacher = local(config, "teacher", making)
+            assert isinstance(teacher, LocalTeacher)
+            assert teacher.settings.token_budget == budget
 
 
 def test_the_drift_of_another_engine_is_cut_with_its_rows(tmp_path):
