@@ -1,6 +1,6 @@
 """The student's own forward over its rollouts: what must be measured before credit can be assigned."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from hybrid.distributions import Request
 from hybrid.errors import ConfigError
 from hybrid.generation import IMAGE_KEYS
 from hybrid.micro_batches import Piece, placed
+from hybrid.objective.losses import Divergence
 from hybrid.types import View
 from teachers.scores import TeacherScores
 
@@ -81,6 +82,23 @@ def measure_student(
         top=top,
         teacher_top_BTK=whole.get("teacher_top_logprobs"),
     )
+
+
+def answered(
+    found: Mapping[str, Tensor], divergences: Sequence[Divergence], piece: Piece, request: Request
+) -> dict[str, Tensor]:
+    """Answers a request from a pass that has measured more; see `Run`.
+
+    Args:
+      found: what the pass gave, for all rows.
+      divergences: which divergences it measured.
+      piece: all rows.
+      request: for no candidates.
+    """
+    wanted = {f"divergence/{i}": found[f"divergence/{divergences.index(d)}"] for i, d in enumerate(request.divergences)}
+    return {"logprobs": found["logprobs"].detach(), "entropies": found["entropies"].detach()} | {
+        name: value.detach() for name, value in wanted.items()
+    }
 
 
 def sampled_logps(

@@ -28,12 +28,14 @@ from hybrid.checkpoints import PlacedSampler, begin, publish, random_state, set_
 from hybrid.collect import (
     Plan,
     Rollout,
+    StudentMeasures,
     asked,
     head_of,
     join,
     score_candidates,
     score_views,
     scorers_of,
+    to_view,
 )
 from hybrid.distributions import Request, add_distribution_head
 from hybrid.errors import ConfigError
@@ -62,8 +64,8 @@ from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.pictures import PICTURE_COLUMNS, pictures_of
 from hybrid.skips import Skips
-from hybrid.student import measure_student, sampled_logps
-from hybrid.types import RolloutBatch, take_rows
+from hybrid.student import answered, measure_student, sampled_logps
+from hybrid.types import RolloutBatch, View, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
 from teachers.errors import TeacherError
 from teachers.local import LocalTeacher
@@ -207,6 +209,7 @@ class HybridTrainer(GRPOTrainer):
         self._generation: Generation | None = None
         self._evaluated: Generation | None = None
         self._request: Request | None = None
+        self._early: dict[str, Tensor] | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
         self._cutting: MicroBatches | None = None
@@ -330,8 +333,9 @@ class HybridTrainer(GRPOTrainer):
                 self._say(text)
         self._has_shown = True
         try:
-            batch, scored = self._measure(out, own, everyone)
+            batch, scored = self._measure(out, own, everyone, trained=self.model.training)
         except TeacherError:
+            self._early = None
             self._keep(before_generation)
             raise
         whole = gather_batch(batch, self.accelerator.gather)
@@ -385,11 +389,18 @@ class HybridTrainer(GRPOTrainer):
         return rollouts
 
     def _measure(
-        self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout], *, alone: bool = False
+        self,
+        out: Mapping[str, Any],
+        own: Sequence[Rollout],
+        everyone: Sequence[Rollout],
+        *,
+        trained: bool = False,
+        alone: bool = False,
     ) -> tuple[RolloutBatch, dict[str, Any]]:
         """Teacher scores and the student's own log-probs of the rollouts, joined.
 
-        A teacher elsewhere works while the student does. With `alone` the other processes may not measure now.
+        A teacher elsewhere works while the student does. `trained` is where a loss comes next; with `alone` the other
+        processes may not measure now.
         """
         agreed = (lambda ask: ask()) if alone else together
         mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
@@ -399,19 +410,7 @@ class HybridTrainer(GRPOTrainer):
                 view: asked(self.scorers[view], own, everyone, SAMPLED, width) for view in self.plan.sampled_views
             }
             scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
-        student = None
-        if self.plan.student:
-            run = partial(self._run, self.model, out)
-            with self.phases.timed("student"):
-                student = measure_student(
-                    run,
-                    out["completion_ids"],
-                    mask_BT,
-                    self.plan,
-                    scored.get(self.plan.distribution_view),
-                    self.temperature,
-                    self._pieces(out),
-                )
+        student = self._measured_student(out, mask_BT, scored, trained=trained) if self.plan.student else None
         if student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
             top = student.top
@@ -433,6 +432,32 @@ class HybridTrainer(GRPOTrainer):
             max_length=self.max_completion_length,
         )
         return batch, scored
+
+    def _measured_student(
+        self, out: Mapping[str, Any], mask_BT: Tensor, scored: Mapping[str, Any], *, trained: bool
+    ) -> StudentMeasures:
+        """The student's own measurements, by a forward that is made anyway where there is one."""
+        old_BT = out.get("old_per_token_logps")
+        if old_BT is not None and not self.plan.top_k and not {"entropies", "kl"} & self.plan.needs:
+            return StudentMeasures(logprob_BT=old_BT.masked_fill(~mask_BT, 0))
+        run, pieces = partial(self._run, self.model, out), self._pieces(out)
+        scores = scored.get(self.plan.distribution_view)
+        with self.phases.timed("student"):
+            if trained and old_BT is None and self._loss_sees_all:
+                view = None if scores is None else to_view(scores, mask_BT)
+                hidden = None if scores is None else scores.hidden_BTH
+                request = self._request_for(out["completion_ids"], mask_BT, scores, hidden, view)
+                (whole,) = pieces = even_pieces(mask_BT, out["prompt_ids"].shape[1], len(mask_BT))
+                self._early = self._run(self.model_wrapped, out, whole, request)
+                run = partial(answered, self._early, self.objective.divergences)
+            return measure_student(run, out["completion_ids"], mask_BT, self.plan, scores, self.temperature, pieces)
+
+    @property
+    def _loss_sees_all(self) -> bool:
+        """Whether one forward of the loss takes the generation batch whole, so that credit can be read off it first."""
+        spread = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        once = self.args.steps_per_generation == 1 and self.num_iterations == 1 and self._cutting is None
+        return once and not spread and not self.plan.top_k and not self.aux_loss_enabled
 
     def _pieces(self, out: Mapping[str, Any]) -> list[Piece]:
         """What goes through the student at once where nothing is trained."""
@@ -476,16 +501,17 @@ class HybridTrainer(GRPOTrainer):
     # --- loss -------------------------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if self._request is None:
+        if self._request is None and (self._early is None or not torch.is_grad_enabled()):
             result = self._plain_logps(model, *args, **kwargs)
             if self._pass is not None:
                 self._pass["logprobs"] = result[0]
             return result
         request, self._request = self._request, None
-        ids, attention = args[0], args[1]
-        images = {key: kwargs[key] for key in IMAGE_KEYS if kwargs.get(key) is not None}
-        with self.accelerator.autocast():
-            self._pass = model(input_ids=ids, attention_mask=attention, distribution=request, **images)
+        if self._early is None:
+            images = {key: kwargs[key] for key in IMAGE_KEYS if kwargs.get(key) is not None}
+            with self.accelerator.autocast():
+                self._early = model(input_ids=args[0], attention_mask=args[1], distribution=request, **images)
+        self._pass, self._early = self._early, None
         assert self._pass is not None
         return self._pass["logprobs"], self._pass["entropies"], None
 
@@ -525,6 +551,8 @@ class HybridTrainer(GRPOTrainer):
         batch, assignment = part_of(generation.batch, generation.assignment, self.objective, rows, width)
         self._pass = {}
         self._request = self._loss_request(inputs, batch, generation, rows)
+        if self._early is not None:
+            self._early = {name: value[rows] for name, value in self._early.items()}
         if generation.policy_value_BT is not None:
             advantages = generation.policy_value_BT[rows, :width]
         else:
@@ -558,16 +586,24 @@ class HybridTrainer(GRPOTrainer):
             return None
         scores = generation.scored.get(self.plan.distribution_view)
         hidden = scores.hidden_BTH if scores is not None else None
-        teacher = batch.views.get(self.plan.distribution_view)
+        if hidden is not None:
+            hidden = hidden.to(rows.device)[rows, : batch.mask_BT.shape[1]]
+        view = batch.views.get(self.plan.distribution_view)
+        return self._request_for(inputs["completion_ids"], batch.mask_BT, scores, hidden, view)
+
+    def _request_for(
+        self, completion_BT: Tensor, mask_BT: Tensor, scores: Any, hidden_BTH: Tensor | None, view: View | None
+    ) -> Request:
+        """What the loss's forward must measure of some rows, given the teacher's scores of the generation batch."""
         return Request(
-            target_BT=inputs["completion_ids"],
-            mask_BT=batch.mask_BT,
+            target_BT=completion_BT,
+            mask_BT=mask_BT,
             temperature=self.temperature,
             divergences=self.objective.divergences,
-            teacher_hidden_BTH=None if hidden is None else hidden.to(rows.device)[rows, : batch.mask_BT.shape[1]],
+            teacher_hidden_BTH=None if hidden_BTH is None else hidden_BTH.to(mask_BT.device),
             teacher_head=None if scores is None else scores.head,
-            support_ids_BTK=None if teacher is None else teacher.top_ids_BTK,
-            support_logprob_BTK=None if teacher is None else teacher.top_logprob_BTK,
+            support_ids_BTK=None if view is None else view.top_ids_BTK,
+            support_logprob_BTK=None if view is None else view.top_logprob_BTK,
         )
 
     def _student_pass(

@@ -101,7 +101,7 @@ class Forks:
 
     def pair(self, *arguments: str | Path) -> tuple[Started, Started]:
         """Two processes of one run, as torchrun would start them."""
-        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
         first, second = (self.start(*arguments, RANK=rank, LOCAL_RANK=rank, **own) for rank in ("0", "1"))
         return first, second
 

@@ -18,7 +18,11 @@ from tests.mlflow_server import mlflow_server
 STEPS = 16
 ONE = ["compare=[]", "evaluate=null", "tracking.completions_every=0"]
 LONG = [*ONE, f"train.steps={STEPS}", "train.save_every=5", "tracking.completions_every=3"]
-TWO = ["engine.kind=ddp", "engine.processes=2"]
+ENGINES = {
+    "single": [],
+    "ddp": ["engine.kind=ddp", "engine.processes=2"],
+    "zero3": ["engine.kind=deepspeed", "engine.processes=2", "engine.stage=3"],
+}
 CLOCKS = r"step_time|time/.*|memory/.*|train_.*|total_flos"
 """What a clock or the machine says."""
 
@@ -42,15 +46,14 @@ def points_of(runs: Path, folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_goes_on_after_sigterm_and_sigkill_as_if_nothing_had_been(forks, tmp_path, processes):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_goes_on_after_sigterm_and_sigkill_as_if_nothing_had_been(forks, tmp_path, engine):
+    processes = 1 if engine == "single" else 2
+
     def start(runs, *more, changes=()):
-        settings = small(runs, *LONG, *(TWO if processes == 2 else []), *changes)
-        return (
-            forks.pair("train", QUICKSTART, *as_options(settings), *more)
-            if processes == 2
-            else (forks.start("train", QUICKSTART, *as_options(settings), *more),)
-        )
+        options = as_options(small(runs, *LONG, *ENGINES[engine], *changes))
+        one_or_two = forks.pair if processes == 2 else lambda *arguments: (forks.start(*arguments),)
+        return one_or_two("train", QUICKSTART, *options, *more)
 
     broken = tmp_path / "broken"
     run = start(broken)

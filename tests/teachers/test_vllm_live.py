@@ -4,14 +4,17 @@ import random
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from benchmarks.wire_tap import WireTap
+from hybrid.methods import method_of
+from hybrid.trainer import HybridConfig, HybridTrainer
 from teachers.errors import TeacherCannot, TeacherError, TeacherMismatch, TeacherUnavailable
 from teachers.local import LocalTeacher
 from teachers.protocol import Row, Want
 from teachers.vllm import VllmTeacher
 from tests.served import MAX_LOGPROBS, MAX_MODEL_LEN, MODEL_NAME, tiny_model
-from tests.tiny_models import VOCABULARY
+from tests.tiny_models import VOCABULARY, coin, model, prompts, tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
@@ -133,3 +136,56 @@ def test_a_server_that_dies_in_the_middle_costs_its_rows_alone_and_comes_back(co
         after = teacher.score(rows)
     assert not after.failures
     torch.testing.assert_close(after.logprob_BT, before.logprob_BT, rtol=0, atol=1e-5)
+
+
+class Kill(TrainerCallback):
+    """Kills the server after a step."""
+
+    def __init__(self, server, step):
+        self.server, self.step = server, step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.server.kill()
+
+
+def trainer_of(teacher, folder, steps, callbacks=()):
+    args = HybridConfig(
+        output_dir=str(folder), max_steps=steps, max_completion_length=8, seed=3, disable_tqdm=True, logging_steps=1,
+        save_strategy="no", use_cpu=True, bf16=False, per_device_train_batch_size=8, num_generations=4,
+        learning_rate=1e-3,
+    )  # fmt: skip
+    return HybridTrainer(
+        model(0), method=method_of("opdvr"), teacher=teacher, reward_funcs=[coin], args=args, train_dataset=prompts(),
+        processing_class=tokenizer(), callbacks=[*callbacks],
+    )  # fmt: skip
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_student_trains_with_a_served_teacher_as_with_a_local_one(connect, local, tmp_path):
+    served = trainer_of(connect(), tmp_path / "served", 20)
+    served.train()
+    own = trainer_of(local, tmp_path / "own", 20)  # made now: it seeds the sampling
+    own.train()
+    assert logged(served, "loss") == pytest.approx(logged(own, "loss"), abs=1e-3)
+    assert logged(served, "gap/mean") == pytest.approx(logged(own, "gap/mean"), abs=1e-3)
+    assert logged(served, "teacher/failed_rows") == [0] * 20
+
+
+def test_a_training_whose_server_dies_stops_with_a_checkpoint_and_goes_on_when_it_is_back(
+    connect, vllm_server, tmp_path
+):
+    whole = trainer_of(connect(), tmp_path / "whole", 6)
+    whole.train()
+    broken = trainer_of(connect(), tmp_path / "broken", 6, [Kill(vllm_server, 3)])
+    try:
+        with pytest.raises(TeacherUnavailable):
+            broken.train()
+    finally:
+        vllm_server.restart()
+    resumed = trainer_of(connect(), tmp_path / "broken", 6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-3"))
+    assert logged(resumed, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-4)
