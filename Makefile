@@ -18,9 +18,10 @@ OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/hybrid train experiments/quickstart.yaml
 
-# All of experiments/study.yaml; stopped with ctrl-C, it goes on with the cells that are missing.
+# All of experiments/study.yaml and study_vision.yaml; stopped with ctrl-C, it goes on with the cells that are missing.
 study: $(VENV)/.installed $(STUDY_TASKS:%=runs/demonstrations/%.jsonl)
 	$(VENV)/bin/hybrid sweep experiments/study.yaml
+	$(VENV)/bin/hybrid sweep experiments/study_vision.yaml
 
 # How the learning rates in experiments/study.yaml were chosen: another seed, and problems that the study never sees.
 study-rates: $(VENV)/.installed runs/demonstrations/chain_sum.jsonl

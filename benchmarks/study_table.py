@@ -43,7 +43,8 @@ def task_tables(summary: Mapping[str, Any]) -> Iterator[str]:
 def rate_table(summary: Mapping[str, Any]) -> Iterator[str]:
     """The mean area over the tasks by method and rate, and the rate with the largest; of equal ones the smallest."""
     areas: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in summary["results"]:
+    missing = {one["task"] for one in summary["results"] if one["area"]["value"] is None}  # begun and not gone on with
+    for one in (one for one in summary["results"] if one["task"] not in missing):
         method, _, rate = one["method"].rpartition("_lr=")
         areas[method][float(rate)].append(one["area"]["value"])
     rates = sorted({rate for of_method in areas.values() for rate in of_method})

@@ -48,6 +48,8 @@ from teachers.tokenizer_check import tokenizer_findings
 DATABASES = ("sqlite:", "mysql", "postgresql", "mssql")
 """Tracking URIs that are opened by nothing less than a connection."""
 
+UNASKED = "is asked by no method of this experiment"
+
 WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
 FILE_ENDINGS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".yaml"})
@@ -89,10 +91,13 @@ def check_experiment(path: Path, overrides: Sequence[str] = (), *, live: bool = 
         return _findings(validated(document), document, live=live)
     sweep, cells = read_sweep(path, overrides)
     found: dict[tuple[str, str, str], Finding] = {}
+    asks = any(uses_teacher(cell.config) for cell in cells)
     for cell in cells:
         if cell.seed == cells[0].seed:
             place = Document(values={}, places={}, source=f"{path}: {cell.name}")
             for finding in _findings(cell.config, place, live=live):
+                if asks and finding.problem.message == UNASKED:
+                    continue  # this cell's method needs no teacher, and another's does
                 found.setdefault((finding.level, finding.problem.key, finding.problem.message), finding)
     few = too_few_seeds(cells)
     seeds = [] if few is None else [Finding("warning", Problem(document.place(("seeds",)), "seeds", few))]
@@ -315,7 +320,7 @@ class _Checker:
 
     def _look_at_teachers(self, student: Any) -> None:
         if self.config.teacher is not None and not uses_teacher(self.config):
-            self._say("warning", ("teacher",), "is asked by no method of this experiment")
+            self._say("warning", ("teacher",), UNASKED)
         for path, teacher in self._teachers():
             if isinstance(teacher, RecordedTeacherConfig) and not Path(teacher.recorded).is_file():
                 self._say("error", (*path, "recorded"), f"there is no file '{teacher.recorded}'")

@@ -210,7 +210,9 @@ class EngineConfig(Settings):
         "that is longer goes alone. Null for no such limit.",
     )
     stall_after_s: PositiveFloat = Field(
-        default=1800.0, description="Seconds without any progress after which the run is ended, with the reason."
+        default=1800.0,
+        description="Seconds without any progress after which the run is ended, with exit code 75, the reason and the "
+        "stacks in `stalled_RANK.txt`.",
     )
     bad_gradients: int = Field(
         default=10,

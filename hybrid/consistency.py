@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from hybrid.config import ExperimentConfig
 from hybrid.errors import ConfigError
 from hybrid.methods import MethodConfig
+from hybrid.objective.losses import Divergence
 from hybrid.objective.objective import Objective
 from hybrid.per_method import label_problem
 from hybrid.teacher_config import (
@@ -160,6 +161,21 @@ def _one_measurement(path: KeyPath, name: str, objective: Objective) -> Iterator
         _ = (plan.distribution_view, plan.support)
     except ConfigError as error:
         yield path, f"{name}: {error}"
+        return
+    wanted = sorted({_of_reverse_kl(d) for d in objective.divergences if d.kind == "reverse_kl"})
+    if "kl" in plan.needs and len(wanted) > 1:
+        yield (
+            path,
+            f"{name}: a gate reads the reverse KL, which is measured once, and the terms want it on "
+            f"{' and on '.join(wanted)}; give them one top_k, support and temperature (top_k: 0 is the vocabulary)",
+        )
+
+
+def _of_reverse_kl(divergence: Divergence) -> str:
+    """On what a reverse KL is measured, in words."""
+    full = divergence.support == "full"
+    tokens = "the vocabulary" if full else f"the top {divergence.top_k} ({divergence.support})"
+    return tokens if divergence.temperature == 1 else f"{tokens} at temperature {divergence.temperature:g}"
 
 
 def _measurements(

@@ -6,9 +6,10 @@ top-k supports with a tail bucket, its log-probs of a demonstration stand beside
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,9 +115,12 @@ def explanation(
         value = float(getattr(loss, name))
         if not math.isfinite(value):
             raise HybridError(
-                f"the {name} loss of {method.name} is {value}: a number of the record is too large for it "
+                f"the {name} loss of {method.name} is {value}: a setting or a number of the record is too large "
                 f"({_most_extreme(records)}); bound it (ratio_clip) or take it out"
             )
+    advantage_BT, kl_weight_BT = values(assignment, objective, ("policy",)), values(assignment, objective, ("kl",))
+    metrics = {name: total / count if count else None for name, (total, count) in assignment.metrics.items()}
+    _refuse_overflow(method.name, (advantage_BT, kl_weight_BT), (metrics.values(), *new_state.values()))
     kept_BT = torch.zeros_like(batch.mask_BT)
     for term, credit in zip(objective.terms, assignment.terms, strict=True):
         if term.kind != "sft":
@@ -124,14 +128,29 @@ def explanation(
     return Explanation(
         method=method,
         records=records,
-        advantage_BT=values(assignment, objective, ("policy",)),
-        kl_weight_BT=values(assignment, objective, ("kl",)),
+        advantage_BT=advantage_BT,
+        kl_weight_BT=kl_weight_BT,
         kept_BT=kept_BT,
         branches=_branches(objective, assignment, len(records.response_ids)),
         loss=loss,
-        metrics={name: total / count if count else None for name, (total, count) in assignment.metrics.items()},
+        metrics=metrics,
         state=new_state,
     )
+
+
+def _refuse_overflow(
+    name: str, credit: Iterable[Float[Tensor, "B T"]], numbers: Iterable[Iterable[float | None]]
+) -> None:
+    """Refuses results that overflowed; JSON has no word for them.
+
+    Raises:
+      HybridError: some number is not finite.
+    """
+    tensors = all(bool(value_BT.isfinite().all()) for value_BT in credit)
+    if not tensors or not all(x is None or math.isfinite(x) for x in chain.from_iterable(numbers)):
+        raise HybridError(
+            f"{name} ends in a number that is not finite; a setting, or a number of the record, is too large for it"
+        )
 
 
 def _most_extreme(records: Records) -> str:

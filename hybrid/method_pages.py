@@ -82,7 +82,8 @@ The same for every method, in training and in `hybrid explain`:
   bounded unless a setting says so.
 - `kl` in a record is the divergence from the teacher. A divergence from another scorer, and one that was not measured,
   is made from the recorded supports of student and scorer, with a bucket for the tail; that on the full vocabulary must
-  have been measured.
+  have been measured. A record has one `kl`: parts of a mixture that want it on other supports or temperatures all read
+  the one that is there.
 """
 """The end of the index page."""
 

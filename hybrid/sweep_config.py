@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -22,7 +22,9 @@ class SweepConfig(Settings):
 
     base: str = Field(description="The experiment's YAML file, as seen from the sweep file's folder.")
     name: Name = Field(description="Names the sweep's folder and its MLflow experiment.")
-    seeds: int | tuple[int, ...] = Field(default=8, description="How many seeds, counted from 0; or the seeds.")
+    seeds: int | tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(
+        default=8, description="How many seeds, counted from 0; or the seeds."
+    )
     methods: tuple[Mapping[str, Any], ...] = Field(
         default=(), description="Methods with their settings; none are those of the experiment."
     )
@@ -88,15 +90,19 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
     labels = labels_of(methods)
     plain, of_base = without_own(plain)
     cells = []
+    checked: dict[tuple[str, str], ExperimentConfig] = {}  # a check takes its time, and seeds change nothing of it
     for seed, (task, settings), (label, method), varied in product(
         seeds, tasks.items(), zip(labels, methods, strict=True), variations
     ):
         if label in sweep.only and task not in sweep.only[label]:
             continue
-        own = (of_base.get(label, {}), sweep.settings, settings, sweep.per_method.get(label, {}), varied)
-        changes = (*map(flat, own), {"seed": seed, "name": sweep.name})
-        config = cell_config(plain, method, changes, f"{path}: cell {task} {label} seed {seed}")
-        cells.append(Cell(task=task, label=variation_label(label, varied), seed=seed, config=config))
+        full = variation_label(label, varied)
+        if (task, full) not in checked:
+            own = (of_base.get(label, {}), sweep.settings, settings, sweep.per_method.get(label, {}), varied)
+            changes = (*map(flat, own), {"seed": seed, "name": sweep.name})
+            checked[task, full] = cell_config(plain, method, changes, f"{path}: cell {task} {label} seed {seed}")
+        config = checked[task, full].model_copy(update={"seed": seed})
+        cells.append(Cell(task=task, label=full, seed=seed, config=config))
     refuse_unknown_labels(sweep, labels, document)
     if not cells:
         raise ConfigError(f"{path}: the sweep has no cell; give it seeds, methods and tasks")

@@ -68,7 +68,7 @@ from hybrid.student import answered, measure_student, sampled_logps
 from hybrid.types import RolloutBatch, View, take_rows
 from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
 from teachers.errors import TeacherError
-from teachers.local import LocalTeacher
+from teachers.local import local_teachers
 from teachers.protocol import SAMPLED
 
 log = logging.getLogger(__name__)
@@ -282,8 +282,8 @@ class HybridTrainer(GRPOTrainer):
             return
         self.scorers = self._make_scorers(forward_module=self.model_wrapped)
         for scorer in self.scorers.values():
-            if isinstance(scorer.teacher, LocalTeacher):
-                scorer.teacher.shard(partial(prepare_deepspeed, accelerator=self.accelerator))
+            for teacher in local_teachers(scorer.teacher):
+                teacher.shard(partial(prepare_deepspeed, accelerator=self.accelerator))
 
     @contextmanager
     def generating(self) -> Iterator[Any]:
@@ -335,6 +335,7 @@ class HybridTrainer(GRPOTrainer):
         try:
             batch, scored = self._measure(out, own, everyone)
         except TeacherError:
+            self._early = None
             self._keep(before_generation)
             raise
         whole = gather_batch(batch, self.accelerator.gather)

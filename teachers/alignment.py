@@ -231,6 +231,16 @@ class AlignedTeacher:
         own = paired_ends(student_tokenizer, teacher_tokenizer) if roles is None else roles
         self._roles = dict(own)
 
+    @property
+    def inner_teachers(self) -> tuple[Teacher, ...]:
+        """The one who is asked each time."""
+        return (self.inner,)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether every rank must ask together, if need be for no rows."""
+        return bool(getattr(self.inner, "is_collective", False))
+
     def score(self, rows: Sequence[Row], want: Want = SAMPLED) -> TeacherScores:
         """Scores the sampled tokens; see `TeacherScores`.
 

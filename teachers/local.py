@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -285,3 +285,14 @@ def _quantized(quantization: Quantization, dtype: str | torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, bnb_4bit_use_double_quant=True
     )
+
+
+def local_teachers(teacher: Any) -> Iterator[LocalTeacher]:
+    """The models of this process behind a teacher, whose weights may be spread; not behind a cache.
+
+    Where a cache has some rows of one rank and others of another, they would not ask together.
+    """
+    if isinstance(teacher, LocalTeacher):
+        yield teacher
+    for inner in getattr(teacher, "inner_teachers", ()):
+        yield from local_teachers(inner)

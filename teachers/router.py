@@ -80,6 +80,16 @@ class RoutedTeacher:
             self._num_rows[name] += len(own)
         return _merged(rows, chosen, answers)
 
+    @property
+    def inner_teachers(self) -> tuple[Teacher, ...]:
+        """Those who are asked each time, in this order."""
+        return tuple(self.teachers.values())
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether every rank must ask together, if need be for no rows."""
+        return any(getattr(teacher, "is_collective", False) for teacher in self.inner_teachers)
+
     def teacher_of(self, index: int, row: Row) -> str:
         """The name of a row's teacher.
 
@@ -185,6 +195,16 @@ class WeightedTeachers:
             parts=parts,
         )
         return scores.placed(picked, len(rows), max((len(row.completion_ids) for row in rows), default=0))
+
+    @property
+    def inner_teachers(self) -> tuple[Teacher, ...]:
+        """Those who are asked each time, in this order."""
+        return tuple(teacher for _, teacher in self.teachers.values())
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether every rank must ask together, if need be for no rows."""
+        return any(getattr(teacher, "is_collective", False) for teacher in self.inner_teachers)
 
     def close(self) -> None:
         """Closes all teachers."""

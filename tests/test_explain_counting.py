@@ -64,6 +64,19 @@ def test_an_unscored_response_counts_with_an_advantage_of_zero(file_of):
     assert advantages(explained(file, "r2opd", "beta=5"))[0] == pytest.approx([1.0, -3.0])
 
 
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_a_uniform_group_has_no_advantage_without_eps_either(file_of, scale):
+    lines = [
+        line(reward, [0.0], prompt=prompt) for prompt, reward in (("p", 1), ("p", 1), ("alone", 1), ("none", None))
+    ]
+    assert advantages(explained(file_of(*lines), "grpo", "eps=0", f"scale={scale}")) == [[0], [0], [0], [0]]
+    mixed = file_of(*lines, line(1, [0.0], prompt="q"), line(0, [0.0], prompt="q"))
+    got = advantages(explained(mixed, "grpo", "eps=0", f"scale={scale}"))
+    # the deviation of (1, 0) is 0.7071, that of (1, 1, 1, 1, 0) is 0.4472
+    size = 0.5 / (math.sqrt(0.5) if scale == "group" else math.sqrt(0.2))
+    assert got == [[0], [0], [0], [0], [pytest.approx(size)], [pytest.approx(-size)]]
+
+
 def test_an_empty_response_counts_in_a_mean_over_responses(file_of):
     lines = (line(1, [0.0] * 2), line(0, [0.0]), line(1, []))
     file = file_of(*lines)

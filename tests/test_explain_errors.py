@@ -99,6 +99,14 @@ WRONG_CALL = {
         ("--method", "sipo", "--set", "baseline=confidence", "--state", "s.json"),
         "confidence_mean has 1 numbers",
     ),
+    "too large": (
+        ("--method", "constant", "--set", "value=1e308"),
+        "constant ends in a number that is not finite; a setting, or",
+    ),
+    "no tensor": (
+        ("--method", "dr_grpo", "--set", f"max_length={10**20}"),
+        "dr_grpo: max_length is too large; got 10000",
+    ),
     "compare": (("--compare", "grpo,grpoo"), "--compare grpoo: method.name: there is no 'grpoo'; did you mean grpo?"),
 }
 
@@ -108,7 +116,10 @@ def test_a_wrong_call_is_one_message(run_hybrid, tmp_path, monkeypatch, argument
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s.json").write_text('{"confidence_mean": [1.0]}')
     view = {"logprobs": [-1.0] * 4}
-    file = written_to(tmp_path / "rollouts.jsonl", scored(1) | {"scores": {"right": view, "wrong": view}})
+    file = written_to(
+        tmp_path / "rollouts.jsonl",
+        scored(1) | {"scores": {"right": view, "wrong": view}},
+    )
     code, out, complaint = run_hybrid("explain", *arguments, "--json", file)
     assert (code, out) == (2, "")
     assert said in complaint

@@ -206,9 +206,9 @@ def test_the_study_has_a_cell_for_every_task_method_and_seed():
     tasks, labels = {cell.task for cell in cells}, {cell.label for cell in cells}
     assert tasks == {"chain_sum", "carry_sum", "long_sum"}
     assert sweep.baseline in labels
-    assert len(labels) == 12
+    assert len(labels) == 13
     assert {cell.seed for cell in cells} == set(range(9))
-    assert len({cell.name for cell in cells}) == len(cells) == 324
+    assert len({cell.name for cell in cells}) == len(cells) == 351
     assert too_few_seeds(cells) is None
     assert "needs 9" in str(too_few_seeds([cell for cell in cells if cell.seed < 8]))
 
@@ -238,6 +238,7 @@ def test_labels_are_given_or_numbered():
     ("changes", "complaint"),
     [
         ({"seeds": []}, "the sweep has no cell"),
+        ({"seeds": [1, -1]}, r"grid\.yaml:\d+: seeds.*: .*greater than or equal to 0"),
         ({"methods": [{"name": "gpro"}]}, "cell sums gpro seed 4: .*gpro"),
         ({"tasks": {"a": {"train.stepz": 3}}}, r"cell a opd seed 4: .*train\.stepz: unknown key; did you mean steps"),
         ({"jobs": 0}, r"grid\.yaml:\d+: jobs: "),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import sys
 from pathlib import Path
 
@@ -274,6 +275,24 @@ def test_a_record_that_is_refused_is_set_aside_and_the_next_one_goes_on(open_tra
     refused = json.loads((tracker.folder / "mlflow_buffer_refused.jsonl").read_text())
     assert refused["values"]["file"] == "/no/such/file"
     assert "error" in refused
+
+
+def test_a_store_that_cannot_write_for_a_while_gets_everything_later(open_tracker):
+    """A limit on the size of files stands for a full disk: the database can be read and not written."""
+    tracker = open_tracker(retry_after_s=0.0)
+    assert tracker.flush()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        tracker.metrics({"reward": 1.0}, 1)
+        assert not tracker.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [operation.step for operation in read_buffer(tracker.folder / BUFFER_NAME)[1]] == [1]
+    tracker.metrics({"reward": 2.0}, 2)
+    tracker.close()
+    assert history(tracker, "reward") == [(1, 1.0), (2, 2.0)]
+    assert tracker.num_refused == 0
 
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "nonsense://x"])

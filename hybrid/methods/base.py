@@ -3,9 +3,9 @@
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybrid.objective.kl_trap import OnlineStop
 from hybrid.objective.losses import PolicyLoss
@@ -27,6 +27,10 @@ class ViewSpec:
     options: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
+LARGEST = 2**53
+"""Largest whole number of a setting: above it, not every one is a floating-point number."""
+
+
 class MethodConfig(BaseModel, abc.ABC):
     """Settings of a method. A subclass adds `name: Literal[...]`, its fields, and `build`.
 
@@ -45,6 +49,13 @@ class MethodConfig(BaseModel, abc.ABC):
     sources: ClassVar[Mapping[str, str]] = {}
 
     name: str
+
+    @model_validator(mode="after")
+    def _refuse_numbers_that_no_tensor_holds(self) -> Self:
+        for key, value in self:
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise ValueError(f"{key} is too large; got {value}")
+        return self
 
     @abc.abstractmethod
     def build(self) -> Objective:

@@ -4,7 +4,8 @@ Differs from the paper: the paper writes a sum over tokens; the authors' code, a
 The paper does not say what becomes of truncated responses; `as_wrong` is what their code's verifier does. For GRPD
 the paper's formula (variant sign) and the authors' code (variant code, the default) are two methods; the published
 script divides by the deviation, which the README says the paper does not, and so neither do we by default. A bound on
-r, and u, are ours.
+r, and u, are ours. `vanilla_opd` opens the gate for truncated responses, in uniform groups too; GRPD's variant code
+still weighs them by |a| + u.
 """
 
 from collections.abc import Mapping

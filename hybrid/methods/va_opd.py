@@ -59,11 +59,13 @@ class VaOpd(MethodConfig):
     )
     full: str = Field(
         default="teacher",
+        min_length=1,
         description="View whose distribution is learned and whose scores are the full ones; a name other than teacher "
         "is a context of the teacher (RECONSTRUCTED).",
     )
     degraded: str = Field(
         default="degraded",
+        min_length=1,
         description="View that lacks the detail; its name is a context of the teacher (RECONSTRUCTED).",
     )
 

@@ -63,12 +63,15 @@ def group_advantage(
     # Rounding must not give a group of equal rewards an advantage of 1e-17: its sign would count (SIPO's guard).
     uniform_B = group_uniform(reward_B, group_B)
     centred_B = (reward_B - group_mean(reward_B, group_B)).masked_fill(uniform_B | reward_B.isnan(), 0)
+    if scale == "none":
+        return centred_B
     if scale == "group":
-        return centred_B / (group_std(reward_B, group_B) + eps)
-    if scale == "batch":
+        deviation_B = group_std(reward_B, group_B)
+    else:
         scored_B = reward_B[~reward_B.isnan()]
-        return centred_B / ((scored_B.std() if len(scored_B) > 1 else 0.0) + eps)
-    return centred_B
+        deviation_B = (scored_B.std() if len(scored_B) > 1 else reward_B.new_zeros(())).expand_as(reward_B)
+    # With eps = 0 a uniform group is 0 / 0, and has no advantage all the same.
+    return centred_B / (deviation_B + eps).masked_fill(centred_B == 0, 1)
 
 
 def group_range(

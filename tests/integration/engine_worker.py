@@ -29,6 +29,7 @@ from hybrid.methods import METHODS, method_of
 from hybrid.rewards.config import ExactConfig
 from hybrid.trainer import HybridConfig, HybridTrainer
 from teachers.local import LocalTeacher
+from teachers.router import RoutedTeacher
 from tests.tiny_models import model, tokenizer
 
 STEPS = 2
@@ -51,6 +52,7 @@ CASES = {
     "opd top-k": {"name": "opd", "top_k": 4},
     "opdvr reused": {"name": "opdvr"},
     "va_opd accumulated": {"name": "va_opd"},
+    "opd routed": {"name": "opd"},
     "opd skipped": {"name": "opd"},
     "opd stopped": {"name": "opd"},
 }
@@ -70,8 +72,14 @@ def rows() -> Dataset:
             "demonstration": [letter * (place % 5) if place % 3 else None for place, letter in enumerate(letters)],
             "teacher_accuracy": [place / 26 for place in range(26)],
             "degraded": ["=" for _ in letters],
+            "topic": ["a" if place % 3 else "b" for place in range(26)],
         }
     )
+
+
+def routed() -> RoutedTeacher:
+    """Two teachers, of which one process may have no row for either."""
+    return RoutedTeacher({name: LocalTeacher(model(i), tokenizer(), name=name) for i, name in enumerate("ab")}, "topic")
 
 
 def recorded(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def train(case: str, engine: str, folder: Path) -> list[dict[str, float]]:
     trainer = HybridTrainer(
         student,
         method=method_of(CASES[case]),
-        teacher=LocalTeacher(model(1), tokenizer()),
+        teacher=routed() if "routed" in case else LocalTeacher(model(1), tokenizer()),
         reward_funcs=[ExactConfig(pattern="([a-z])").build()],
         args=args,
         train_dataset=rows(),

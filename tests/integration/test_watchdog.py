@@ -58,6 +58,15 @@ def test_a_teacher_that_does_not_answer_is_named_with_its_address(forks, tmp_pat
     assert "teachers/vllm.py" in stacks.read_text()
 
 
+def test_time_in_which_a_run_was_itself_stopped_does_not_count(forks, tmp_path):
+    run = forks.start("train", QUICKSTART, *as_options(small(tmp_path, *ONE, "train.steps=30")))
+    run.until(lambda: len(recorded_steps(tmp_path)) >= 2)
+    run.kill(signal.SIGSTOP)
+    time.sleep(LIMIT_S + 1)
+    run.kill(signal.SIGCONT)
+    assert run.ended() == 0, run.printed()
+
+
 def test_a_rollout_engine_that_does_not_answer_is_named(forks, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -83,7 +92,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.processes
-def test_a_launched_run_is_stopped_loses_its_launcher_and_loses_a_process(forks, tmp_path):
+def test_a_launched_run_loses_a_process_is_stopped_loses_its_launcher_and_freezes(forks, tmp_path):
     def start(*more):
         before = len(recorded_steps(tmp_path))
         run = forks.start("train", QUICKSTART, *as_options(small(tmp_path, *TWO)), *more)
@@ -91,6 +100,11 @@ def test_a_launched_run_is_stopped_loses_its_launcher_and_loses_a_process(forks,
         return run
 
     run = start()
+    os.kill(workers_of(run)[1], signal.SIGKILL)
+    assert run.ended() == 128 + signal.SIGKILL, run.printed()
+    assert "process 1 was ended by signal 9; go on with --resume" in run.printed()
+
+    run = start("--resume", "latest")
     (folder,) = tmp_path.glob("quickstart/*/opdvr")
     run.kill(signal.SIGTERM)
     assert run.ended() == 143, run.printed()

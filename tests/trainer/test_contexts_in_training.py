@@ -14,7 +14,7 @@ PROMPTS = ["a=", "b=", "c=", "d="] * 6
 class Seen(HybridTrainer):
     """Keeps the texts of the prompts under which each view was scored."""
 
-    def _measure(self, out, own, everyone):
+    def _measure(self, out, own, everyone, **more):
         self.texts = {
             view: [
                 None if prompt is None else self._tokenizer.decode(prompt.prompt_ids)
@@ -23,7 +23,7 @@ class Seen(HybridTrainer):
             for view, scorer in self.scorers.items()
         }
         self.own = own
-        return super()._measure(out, own, everyone)
+        return super()._measure(out, own, everyone, **more)
 
 
 def train(folder, method, rewards, **more):
