@@ -1,7 +1,7 @@
 """The supervised training of the embedded models: two optimizers, one schedule, until a held-out target is reached."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ VALIDATE_EVERY = 10
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@runtime_checkable
 class Supervised(Protocol):
     """What a recipe says of its training; see `hybrid.tiny.Recipe`."""
 

@@ -23,6 +23,5 @@ def test_every_method_trains_alike_when_its_rows_are_cut(tmp_path, uncut, engine
         assert not differences(case, want, got[case])
         if "skipped" not in case:
             assert not differences(case, want[:1], got[case][:1], tolerance=FIRST)
-        assert got[case][0]["micro_batches/number"] > 1 or "accumulated" in case, (
-            "a run that cuts nothing proves nothing"
-        )
+        if "loss" in want[0] and "accumulated" not in case:
+            assert got[case][0]["micro_batches/number"] > 1, "a run that cuts nothing proves nothing"
