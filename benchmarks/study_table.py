@@ -1,19 +1,24 @@
 """The tables of `experiments/LOG.md`, in Markdown, from the numbers that a comparison left.
 
-    python -m benchmarks.study_table runs/study/comparison.json
-    python -m benchmarks.study_table runs/study_rates/comparison.json rates
+    python -m benchmarks.study_table experiments/results/study.json grpo_slow opd
+    python -m benchmarks.study_table experiments/results/study_rates.json --rates
 
-The first prints a table per task: what every method reached, the area under its learning curve and the paired
-difference from the baseline. The second prints the areas of a sweep over learning rates, and which rate the rule of
-section 1.4 of the log gives to each method.
+The first prints a table per task: what every method reached, the area under its learning curve, and its paired
+difference from each baseline that is named, with Holm's p (the comparison's own baseline if none is named). The second
+prints the areas of a sweep over learning rates, and which rate the rule of section 1.4 of the log gives to each method.
 """
 
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from hybrid.compare.statistics import PairedDifference, correct_for_many, paired_difference
 
 
 def percent(estimate: Mapping[str, float], sign: str = "") -> str:
@@ -22,20 +27,30 @@ def percent(estimate: Mapping[str, float], sign: str = "") -> str:
     return f"{value} ({low} to {high})"
 
 
-def task_tables(summary: Mapping[str, Any]) -> Iterator[str]:
-    """A table per task, the best area first."""
-    paired = {(one["task"], one["method"]): one["found"] for one in summary["comparisons"]}
+def differences(summary: Mapping[str, Any], task: str, baseline: str) -> dict[str, PairedDifference]:
+    """Every method of a task against a baseline, from the pairs that the file holds against its own."""
+    own = {one["method"]: one["differences"] for one in summary["comparisons"] if one["task"] == task}
+    own[summary["baseline"]] = [0.0] * len(next(iter(own.values())))
+    pairs_of = {method: np.array(values, float) for method, values in own.items() if method != baseline}
+    theirs = np.array(own[baseline], float)
+    found = correct_for_many([paired_difference(ours, theirs) for ours in pairs_of.values()])
+    return dict(zip(pairs_of, found, strict=True))
+
+
+def task_tables(summary: Mapping[str, Any], baselines: Sequence[str]) -> Iterator[str]:
+    """A table per task, the method that ended highest first."""
+    baselines = baselines or [summary["baseline"]]
     for task in summary["target_of_task"]:
-        yield f"`{task}`, {summary['metric'].removeprefix('eval/').replace('_at_', '@')} in %:"
+        yield f"{task}, {summary['metric'].removeprefix('eval/').replace('_at_', '@')} in %:"
         yield ""
-        yield f"| method | after | area under the curve | minus {summary['baseline']} | p (Holm) | runs, failed |"
-        yield "|---|---|---|---|---|---|"
+        yield f"| method | after | area | {' | '.join(f'minus {name} | p' for name in baselines)} |"
+        yield "|---|---|---|" + "---|---|" * len(baselines)
+        paired = [differences(summary, task, name) for name in baselines]
         here = [one for one in summary["results"] if one["task"] == task]
         for one in sorted(here, key=lambda one: -one["after"]["value"]):
-            found = paired.get((task, one["method"]))
-            difference, p = (percent(found["mean"], "+"), f"{found['p_holm']:.3f}") if found else ("", "")
-            runs = f"{one['num_runs']}, {one['num_failed']}"
-            cells = [one["method"], percent(one["after"]), percent(one["area"]), difference, p, runs]
+            cells = [one["method"], percent(one["after"]), percent(one["area"])]
+            for found in (of_baseline.get(one["method"]) for of_baseline in paired):
+                cells += ["", ""] if found is None else [percent(asdict(found.mean), "+"), f"{found.p_holm:.3f}"]
             yield f"| {' | '.join(cells)} |"
         yield ""
 
@@ -57,10 +72,10 @@ def rate_table(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {method} | {' | '.join(cells)} | {best:g} |"
 
 
-def main(path: Path, key: str = "tasks") -> None:
+def main(path: Path, *words: str) -> None:
     """Prints the tables of a comparison."""
     summary = json.loads(path.read_text(encoding="utf-8"))
-    print("\n".join(rate_table(summary) if key == "rates" else task_tables(summary)))
+    print("\n".join(rate_table(summary) if words == ("--rates",) else task_tables(summary, words)))
 
 
 if __name__ == "__main__":
