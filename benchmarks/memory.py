@@ -6,8 +6,9 @@
 Each line is a forward and backward through the student's output head, against a local teacher's hidden states and
 frozen head where there is a divergence. Each number comes from a process of its own: the largest resident set after the
 step (getrusage) less the resident set before it, when weights, hidden states and libraries are loaded and a small step
-has run. The student's gradient of the head, 0.62 GB at full size, is in both. Values and the gradient of the hidden
-states are compared as well. The last line is TRL's own head for sampled tokens, which `HybridTrainer` uses on a GPU.
+has run. The gradient of the student's head, 0.62 GB at full size, is made in the step and counts on both sides. Values
+and the gradient of the hidden states are compared as well. The last line is TRL's own head for sampled tokens, which
+`HybridTrainer` uses on a GPU.
 
 Shape letters: N tokens (flat), H hidden width, V vocabulary, K support.
 """
@@ -209,6 +210,7 @@ def measured(case: str, is_dense: bool, sizes: Sizes, values: Path) -> Cost:
     inputs = Inputs.make(sizes)
     way = CASES[case][is_dense]
     step(way, inputs.first(8))
+    inputs.student.weight.grad = None
     before, began = resident_mb(), time.perf_counter()
     value_N, grad_NH = step(way, inputs)
     wall_s = time.perf_counter() - began

@@ -349,7 +349,7 @@ def step_lines(steps: Steps) -> list[str]:
         f"equal work: losses and gradient norms of stock TRL and ours differ by at most {worst:.1e} in all steps",
         f"OPDVR takes {more:.3f} CPU s more than GRPO; scoring with the teacher alone takes {steps.teacher_s:.3f}: "
         f"{more / steps.teacher_s:.2f} teacher forwards (wall: teacher {parts['teacher']:.3f} s, "
-        f"student's own forward {parts['student']:.3f} s)",
+        f"the student's forward, which is the loss's own, {parts['student']:.3f} s)",
     ]
 
 

@@ -3,7 +3,6 @@
 Every function that gathers is called by all processes of a run, whether or not they had a row for a teacher.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,9 @@ def together(ask: Callable[[], dict[str, TeacherScores]]) -> dict[str, TeacherSc
     return scored
 
 
-def prompts_shown(scorers: Mapping[str, Scorer], own: Sequence[Rollout], everyone: Sequence[Rollout], tokenizer: Any):
+def prompts_shown(
+    scorers: Mapping[str, Scorer], own: Sequence[Rollout], everyone: Sequence[Rollout], tokenizer: Any
+) -> list[str]:
     """One prompt of each view that is not the student's own, as its scorer sees it, for a person to read once.
 
     Args:
@@ -75,27 +76,26 @@ def teacher_metrics(
       For each view "VIEW/failed_rows" and what asking cost, summed; and where several teachers stand behind it, each
       one's share of the scored rows and its mean gap to the student in nats: "VIEW/NAME/share", "VIEW/NAME/gap".
     """
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = {}
     names = set()
     for view, scores in scored.items():
-        sums.update({f"{view}/failed_rows": float(len(scores.failures))})
-        sums.update({f"{view}/{key}": float(value) for key, value in scores.stats.items() if key != "failed_rows"})
-        for name in scores.parts:
-            names.add((view, name))
+        sums[f"{view}/failed_rows"] = float(len(scores.failures))
+        sums |= {f"{view}/{key}": float(value) for key, value in scores.stats.items() if key != "failed_rows"}
+        names |= {(view, name) for name in scores.parts}
         if student_logprob_BT is not None:
             for name, (gap, num_tokens) in teacher_gaps(scores, student_logprob_BT).items():
-                sums.update({f"{view}/{name}/gap": gap, f"{view}/{name}/gap_tokens": float(num_tokens)})
-    told = from_all((dict(sums), names))
-    total = Counter()
+                sums |= {f"{view}/{name}/gap": gap, f"{view}/{name}/gap_tokens": float(num_tokens)}
+    told = from_all((sums, names))
+    metrics: dict[str, float] = {}
     for part, _ in told:
-        total.update(part)
-    metrics = dict(total)
-    for view, name in sorted(set().union(*(own for _, own in told))):
+        for key, value in part.items():
+            metrics[key] = metrics.get(key, 0.0) + value
+    everyone = set().union(*(own for _, own in told))
+    for view, name in sorted(everyone):
         num_tokens = metrics.pop(f"{view}/{name}/gap_tokens", 0.0)
         gap = metrics.pop(f"{view}/{name}/gap", 0.0)
         if num_tokens:
             metrics[f"{view}/{name}/gap"] = gap / num_tokens
-        others = [n for v, n in set().union(*(own for _, own in told)) if v == view]
-        rows = sum(metrics.get(f"{view}/{other}/rows", 0.0) for other in others)
+        rows = sum(metrics.get(f"{view}/{other}/rows", 0.0) for one, other in everyone if one == view)
         metrics[f"{view}/{name}/share"] = metrics.get(f"{view}/{name}/rows", 0.0) / rows if rows else 0.0
     return metrics

@@ -178,7 +178,7 @@ class _Checker:
                 self._try(path, lambda path=path, block=block, own=own: self._ask(path, block, prompts, tokenizer, own))
 
     def _ask(self, path: KeyPath, block: OneTeacherConfig, prompts: datasets.Dataset, tokenizer: Any, own: Any) -> None:
-        from hybrid.preflights import ask_teacher
+        from hybrid.preflights import ask_teacher, nearby
         from hybrid.teaching import Making, is_chat, taught
 
         student = model_folder(self.config.student.model, "student")
@@ -186,7 +186,8 @@ class _Checker:
             making = Making.of(self.config, stack, folder=Path(folder), student=student, chat=is_chat(prompts))
             teacher = taught(block, str(path[-1]), making)
             try:
-                found = ask_teacher(self.config, block, teacher, prompts, tokenizer, own)
+                compared = nearby(self.config, block, stack)
+                found = ask_teacher(self.config, block, teacher, prompts, tokenizer, own, **compared)
             except PreflightFailed as error:
                 found = error.findings
         for finding in found:

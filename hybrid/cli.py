@@ -264,6 +264,8 @@ def main() -> NoReturn:
         if error.filename is None:
             raise
         _refuse(f"{error.filename}: {error.strerror}")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything is closed; an exit is no more to be interrupted
     sys.exit(0)
 
 

@@ -8,7 +8,7 @@ module (DDP, DeepSpeed) and no second forward is needed: `model(..., distributio
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,41 +105,47 @@ def _scatter(value_N: Tensor, mask_BT: Tensor, fill: float) -> Tensor:
     return out.masked_scatter(mask_BT.view(*mask_BT.shape, *(1,) * (value_N.dim() - 1)).expand_as(out), value_N)
 
 
-def _measure_chunk(request: Request, logits_NV: Tensor, target_N: Tensor, *rest: Tensor) -> dict[str, Tensor]:
+def _measure_chunk(
+    request: Request, logits_NV: Tensor, target_N: Tensor, *rest: Tensor, wanted: Set[str] | None = None
+) -> dict[str, Tensor]:
+    """The measurements of some tokens; only the `wanted` ones where a backward pass asks for some."""
     extra = list(rest)
     teacher_hidden_NH = extra.pop(0) if request.teacher_hidden_BTH is not None else None
     support_ids_NK = extra.pop(0) if request.support_ids_BTK is not None else None
     support_log_NK = extra.pop(0) if request.support_logprob_BTK is not None else None
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    log_NV = torch.log_softmax(logits_NV / request.temperature, -1)
-    out = {
-        "logprobs": log_NV.gather(-1, target_N[:, None]).squeeze(-1),
-        "entropies": -(log_NV.exp() * log_NV).sum(-1),
-    }
+    log_NV = shared_log_softmax(logits_NV, request.temperature, None)
+    out = {"logprobs": log_NV.gather(-1, target_N[:, None]).squeeze(-1)}
+    if wanted is None or "entropies" in wanted:
+        out["entropies"] = -(log_NV.exp() * log_NV).sum(-1)
     if support_ids_NK is not None:
         gathered_NK = log_NV.gather(-1, support_ids_NK.clamp(min=0))
         out["support_logprobs"] = gathered_NK.masked_fill(support_ids_NK < 0, 0)
-    for index, wanted in enumerate(request.divergences):
-        student_NV = shared_log_softmax(logits_NV, wanted.temperature, request.vocab_size)
-        if wanted.support == "full":
+    for index, which in enumerate(request.divergences):
+        name = f"divergence/{index}"
+        if wanted is not None and name not in wanted:
+            continue
+        teacher_NV, width = None, request.vocab_size
+        if which.support == "full":
             assert teacher_hidden_NH is not None
             assert request.teacher_head is not None
-            teacher_logits_NV = request.teacher_head(teacher_hidden_NH).float()
-            teacher_NV = shared_log_softmax(teacher_logits_NV, wanted.temperature, request.vocab_size)
-            width = min(student_NV.shape[-1], teacher_NV.shape[-1])
-            if student_NV.shape[-1] != teacher_NV.shape[-1]:
-                student_NV = shared_log_softmax(logits_NV, wanted.temperature, width)
-                teacher_NV = shared_log_softmax(teacher_logits_NV, wanted.temperature, width)
-            out[f"divergence/{index}"] = divergence(student_NV, teacher_NV, wanted.kind, wanted.beta)
+            teacher_NV = request.teacher_head(teacher_hidden_NH).float()
+            width = min(width or logits_NV.shape[-1], logits_NV.shape[-1], teacher_NV.shape[-1])
+            teacher_NV = shared_log_softmax(teacher_NV, which.temperature, width)
+        is_whole = width is None or width >= logits_NV.shape[-1]
+        same = is_whole and which.temperature == request.temperature
+        student_NV = log_NV if same else shared_log_softmax(logits_NV, which.temperature, width)
+        if teacher_NV is not None:
+            out[name] = divergence(student_NV, teacher_NV, which.kind, which.beta)
         else:
             assert support_ids_NK is not None
             assert support_log_NK is not None
             student_NS = on_support(student_NV, support_ids_NK)
-            out[f"divergence/{index}"] = divergence(student_NS, with_tail(support_log_NK), wanted.kind, wanted.beta)
-    if request.num_top:
+            out[name] = divergence(student_NS, with_tail(support_log_NK), which.kind, which.beta)
+    if request.num_top and (wanted is None or not wanted.isdisjoint(_FILL)):
         teacher_NV = None
         if teacher_hidden_NH is not None and request.teacher_head is not None:
-            teacher_NV = torch.log_softmax(request.teacher_head(teacher_hidden_NH).float() / request.temperature, -1)
+            teacher_NV = shared_log_softmax(request.teacher_head(teacher_hidden_NH).float(), request.temperature, None)
         out["top_ids"] = support_ids(log_NV, teacher_NV, request.num_top, request.top_of)
         out["top_logprobs"] = on_ids(log_NV, out["top_ids"])
         if teacher_NV is not None:
@@ -183,7 +189,8 @@ def on_ids(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Float[Te
 
 def shared_log_softmax(logits: Float[Tensor, "*s V"], temperature: float, width: int | None) -> Float[Tensor, "*s W"]:
     """Log-softmax at a temperature over the first `width` tokens: a padded vocabulary's extra rows are no tokens."""
-    return torch.log_softmax(logits[..., :width] / temperature, -1)
+    shared = logits[..., :width]
+    return torch.log_softmax(shared if temperature == 1 else shared / temperature, -1)
 
 
 def on_support(log_NV: Float[Tensor, "N V"], ids_NK: Int[Tensor, "N K"]) -> Float[Tensor, "N K1"]:

@@ -23,7 +23,7 @@ CHUNK_TOKENS_GPU = 1024
 """The same on a GPU, which smaller products leave idle."""
 
 Measure = Callable[..., dict[str, Tensor]]
-"""Logits [N, V] and tensors [N, ...] to measurements [N, ...] by name."""
+"""Logits [N, V] and tensors [N, ...] to measurements [N, ...] by name; `wanted=` names those that will be used."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Slices:
             here = slice(start, start + size)
             product_NV = linear(hidden, weight_VH, bias_V).detach().requires_grad_()
             with torch.enable_grad():
-                found = self.measure(self.head.finish(product_NV), *rest)
+                found = self.measure(self.head.finish(product_NV), *rest, wanted=grads.keys())
                 wanted = [name for name in grads if found[name].requires_grad]
                 given = [grads[name][here] for name in wanted]
                 (pull_NV,) = torch.autograd.grad([found[name] for name in wanted], [product_NV], given)

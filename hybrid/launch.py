@@ -26,7 +26,7 @@ from hybrid.stopping import Stop
 from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
-from hybrid.together import from_main
+from hybrid.together import from_main, loss_told
 from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
 from hybrid.training_args import needs_vllm
@@ -69,7 +69,7 @@ def train_experiment(
     is_main = this_rank().is_main
     console = Console(quiet=not is_main)
     folder = from_main(lambda: run_folder(config, resume))
-    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder):
+    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder), loss_told():
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
         student = model_folder(config.student.model, "student", bars.advance)
         for line in plan_lines(config) if this_rank().world == 1 else []:

@@ -185,10 +185,14 @@ def take(inputs: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
     return {key: value for key, value in (taken | images).items() if key not in (*PER_IMAGE_KEYS, "num_images")}
 
 
+def tiled(inputs: Mapping[str, Any]) -> list[str]:
+    """Names of tensors of pictures that are stored in tiles."""
+    return [key for key in TILED_KEYS if inputs.get(key) is not None]
+
+
 def refuse_tiles(inputs: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for pictures that are stored in tiles."""
-    found = [key for key in TILED_KEYS if inputs.get(key) is not None]
-    if found:
+    if found := tiled(inputs):
         raise ConfigError(
             f"max_tokens_per_micro_batch cannot cut pictures that are stored with {found[0]}; leave it out, and set "
             "train.micro_batch (per_device_train_batch_size) instead"

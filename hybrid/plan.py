@@ -208,3 +208,14 @@ def rollouts_text(config: ExperimentConfig) -> str:
         return f"by the vLLM server at {rollouts.url}"
     share = f"{rollouts.gpu_memory:.0%} of each GPU"
     return f"by vLLM inside the training processes, {share}, {rollouts.tensor_parallel} GPUs per copy"
+
+
+def who_does(config: ExperimentConfig) -> dict[str, str]:
+    """Part of a step -> who does it, for a run that stands still in it."""
+    blocks = {} if config.teacher is None else teachers_of(config.teacher)
+    served = [
+        f"{block.model} at {block.url or 'the server of this run, see teacher.log'}"
+        for block in blocks.values()
+        if isinstance(block, ServedTeacherConfig)
+    ]
+    return {"generation": rollouts_text(config)} | ({"teacher": ", ".join(served)} if served else {})

@@ -1,12 +1,14 @@
 """Asks the teachers of an experiment before it begins: can each of them score this student, and does it so rightly."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from hybrid.config import ExperimentConfig
+from hybrid.config import TINY, ExperimentConfig
 from hybrid.sources import model_folder
 from hybrid.teacher_config import (
     LocalTeacherConfig,
@@ -19,9 +21,10 @@ from hybrid.teaching import largest_own_support
 from hybrid.views import Taught
 from teachers.contexts import PLAIN, PromptStyle, render
 from teachers.findings import Finding
+from teachers.local import LocalTeacher
 from teachers.preflight import preflight
 from teachers.processors import load_processor, reads_images
-from teachers.protocol import Row, Want
+from teachers.protocol import Row, Teacher, Want
 
 NUM_ASKED = 4
 """Prompts that a teacher is asked about."""
@@ -88,8 +91,45 @@ def tokenizer_of(model: str) -> Any:
         return None
 
 
+def nearby(config: ExperimentConfig, block: OneTeacherConfig, stack: ExitStack) -> dict[str, Any]:
+    """What a teacher's scores can be compared with: the student, and a model of its own weights, where these are here.
+
+    Args:
+      config: the experiment.
+      block: the teacher's settings.
+      stack: closes the models.
+
+    Returns:
+      Arguments of `ask_teacher`.
+    """
+
+    def load(model: str, name: str) -> LocalTeacher:
+        folder = model_folder(model, name)
+        teacher = LocalTeacher.load(folder, name=name, temperature=config.train.temperature)
+        stack.callback(teacher.close)
+        return teacher
+
+    served = block if isinstance(block, ServedTeacherConfig) else None
+    found: dict[str, Any] = {}
+    if not reads_images(model_folder(config.student.model, "student")):
+        found["student_model"] = load(config.student.model, "student")
+        found["is_student"] = served is not None and served.model == config.student.model
+    if served is not None and (served.model.startswith(TINY) or Path(served.model).is_dir()):
+        found["local_check"] = load(served.model, "teacher")
+    return found
+
+
 def ask_teacher(
-    config: ExperimentConfig, block: OneTeacherConfig, taught: Taught, prompts: Dataset, student: Any, own: Any
+    config: ExperimentConfig,
+    block: OneTeacherConfig,
+    taught: Taught,
+    prompts: Dataset,
+    student: Any,
+    own: Any,
+    *,
+    student_model: Teacher | None = None,
+    is_student: bool = False,
+    local_check: Teacher | None = None,
 ) -> list[Finding]:
     """The findings of one teacher; see `teachers.preflight`.
 
@@ -100,6 +140,9 @@ def ask_teacher(
       prompts: of the training.
       student: its tokenizer.
       own: the teacher's; None where it is not known here.
+      student_model: the student as a teacher, for the gap; None does not look at it.
+      is_student: the teacher has the student's weights.
+      local_check: a model of this process with the teacher's weights.
 
     Raises:
       PreflightFailed: a check that stops the run; the error carries the findings.
@@ -125,6 +168,9 @@ def ask_teacher(
         expected_model=block.model if isinstance(block, ServedTeacherConfig) and block.url is not None else None,
         template_declared=block.prompt is not None,
         is_aligned=taught.tokenizer is not None,
+        student_model=student_model,
+        is_student=is_student and taught.sees_the_same,
+        local_check=None if taught.tokenizer is not None else local_check,
     )
 
 

@@ -23,11 +23,10 @@ from jaxtyping import Int
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import ConfigError
+from hybrid.pretraining import train_until
 from hybrid.tiny_cache import FACTS_FILE, Progress, cache_root, made_once
 from hybrid.tiny_tasks import (
     ANSWER_PATTERN,
@@ -59,8 +58,6 @@ Role = Literal["student", "teacher"]
 HINT_SLIP = 0.3
 HEAD_SIZE = 32
 IGNORED = -100
-WARMUP_STEPS = 20
-VALIDATE_EVERY = 10
 VALIDATION_ROWS = 256
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -279,54 +276,29 @@ def _build(recipe: Recipe, folder: Path, report: Progress) -> None:
     (folder / FACTS_FILE).write_text(json.dumps({"recipe": asdict(recipe), **facts}, indent=2) + "\n")
 
 
-def _optimizers(model: Qwen2ForCausalLM, recipe: Recipe) -> list[tuple[Optimizer, LambdaLR]]:
-    """Muon for the matrices of the layers, which halves the time of AdamW alone here, and AdamW for the rest."""
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    chosen = {id(weight) for weight in matrices}
-    others = [weight for weight in model.parameters() if id(weight) not in chosen]
-
-    def share(step: int) -> float:
-        return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.1, 1 - step / recipe.decay_steps)
-
-    pair = (
-        torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True),
-    )
-    return [(optimizer, LambdaLR(optimizer, share)) for optimizer in pair]
-
-
 def _train(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, report: Progress
 ) -> tuple[Qwen2ForCausalLM, dict[str, float]]:
     """Supervised training until the target; returns the model and what was reached in how many steps."""
-    rng = random.Random(recipe.seed)
+    rng, held_out_rng = random.Random(recipe.seed), random.Random(f"validation/{recipe.seed}")
     model = Qwen2ForCausalLM(_architecture(recipe))
-    optimizers = _optimizers(model, recipe)
     plain = replace(recipe, context_share=0.0, slip=0.0)
-    held_out_rng = random.Random(f"validation/{recipe.seed}")
     held_out = encode_rows(
         tokenizer, [training_text(plain, "validation", held_out_rng) for _ in range(VALIDATION_ROWS)]
     )
-    what, reached = f"tiny {recipe.role} for {recipe.task}", 0.0
-    for step in range(1, recipe.max_steps + 1):
-        ids_BT, labels_BT = encode_rows(
-            tokenizer, [training_text(recipe, "train", rng) for _ in range(recipe.batch_size)]
-        )
+
+    def loss() -> Tensor:
+        rows = [training_text(recipe, "train", rng) for _ in range(recipe.batch_size)]
+        ids_BT, labels_BT = encode_rows(tokenizer, rows)
         logits_BTV = model(ids_BT).logits[:, :-1]
-        loss = functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        if step % VALIDATE_EVERY == 0:
-            report(what, step, recipe.max_steps)
-            reached = working_probability(model, *held_out)
-            if reached >= recipe.target:
-                report(what, recipe.max_steps, recipe.max_steps)
-                return model.eval(), {"steps": step, "validation_probability": reached}
-    raise HybridError(
-        f"the {what} reached {reached:.3f} of its target {recipe.target} in {recipe.max_steps} steps; "
-        "another version of torch may need another seed in hybrid/tiny.py, RECIPES"
+        return functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
+
+    return train_until(
+        model,
+        [weight for weight in model.model.layers.parameters() if weight.ndim == 2],
+        recipe,
+        loss=loss,
+        reached=lambda: working_probability(model, *held_out),
+        what=f"tiny {recipe.role} for {recipe.task}",
+        report=report,
     )

@@ -19,11 +19,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import ConfigError
+from hybrid.pretraining import train_until
 from hybrid.tiny import IGNORED, Role, tiny_tokenizer
 from hybrid.tiny_cache import FACTS_FILE, Progress, made_once
 from hybrid.tiny_figures import PROMPT, SIDE, Figure, draw_figure
@@ -35,8 +34,6 @@ PATCH_SIDE, MERGE = 4, 2
 """Pixels of a patch's side, and patches along the side of what becomes one token."""
 
 HEAD_SIZE, VISION_HEAD_SIZE = 32, 16
-WARMUP_STEPS = 20
-VALIDATE_EVERY = 10
 VALIDATION_ROWS = 256
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -250,48 +247,24 @@ def _build(recipe: VisionRecipe, folder: Path, report: Progress) -> None:
     (folder / FACTS_FILE).write_text(json.dumps({"recipe": asdict(recipe), **facts}, indent=2) + "\n")
 
 
-def _optimizers(model: Qwen3VLForConditionalGeneration, recipe: VisionRecipe) -> list[tuple[Optimizer, LambdaLR]]:
-    """Muon for the matrices of the layers and AdamW for the rest, as in `hybrid.tiny`."""
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    chosen = {id(weight) for weight in matrices}
-    others = [weight for weight in model.parameters() if id(weight) not in chosen]
-
-    def share(step: int) -> float:
-        return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.1, 1 - step / recipe.decay_steps)
-
-    pair = (
-        torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True),
-    )
-    return [(optimizer, LambdaLR(optimizer, share)) for optimizer in pair]
-
-
 def _train(
     recipe: VisionRecipe, processor: PictureProcessor, report: Progress
 ) -> tuple[Qwen3VLForConditionalGeneration, dict[str, float]]:
     """Supervised training until the target; returns the model and what was reached in how many steps."""
     rng, held_out_rng = random.Random(recipe.seed), random.Random(f"validation/{recipe.seed}")
     model = Qwen3VLForConditionalGeneration(architecture(recipe))
-    optimizers = _optimizers(model, recipe)
     held_out = encode_figures(processor, [draw_figure("validation", held_out_rng) for _ in range(VALIDATION_ROWS)])
-    what, reached = f"tiny {recipe.role} for {recipe.task}", 0.0
-    for step in range(1, recipe.max_steps + 1):
+
+    def loss() -> Tensor:
         inputs, labels_BT = encode_figures(processor, [draw_figure("train", rng) for _ in range(recipe.batch_size)])
-        loss = token_losses(model, inputs, labels_BT).sum() / (labels_BT != IGNORED).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        if step % VALIDATE_EVERY == 0:
-            report(what, step, recipe.max_steps)
-            with torch.no_grad():
-                reached = token_losses(model, *held_out).sum(1).neg().exp().mean().item()
-            if reached >= recipe.target:
-                report(what, recipe.max_steps, recipe.max_steps)
-                return model.eval(), {"steps": step, "validation_probability": reached}
-    raise HybridError(
-        f"the {what} reached {reached:.3f} of its target {recipe.target} in {recipe.max_steps} steps; "
-        "another version of torch may need another seed in hybrid/tiny_vision.py, RECIPES"
+        return token_losses(model, inputs, labels_BT).sum() / (labels_BT != IGNORED).sum()
+
+    return train_until(
+        model,
+        [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name],
+        recipe,
+        loss=loss,
+        reached=lambda: token_losses(model, *held_out).sum(1).neg().exp().mean().item(),
+        what=f"tiny {recipe.role} for {recipe.task}",
+        report=report,
     )

@@ -4,13 +4,19 @@ All processes must come to each of these calls, in the same order.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
+from hybrid.errors import HybridError
+
 Value = TypeVar("Value")
+
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""How gloo and NCCL call a process that has ended."""
 
 
 def num_processes() -> int:
@@ -61,6 +67,23 @@ def from_all(value: Value) -> list[Value]:
     values: list[Any] = [None] * num_processes()
     distributed.all_gather_object(values, value)
     return values
+
+
+@contextmanager
+def loss_told() -> Iterator[None]:
+    """Says in one line that another process of the run is gone, which has told its own reason.
+
+    Raises:
+      HybridError: a process that this one exchanges values with has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if num_processes() == 1 or not any(words in str(error) for words in GONE):
+            raise
+        raise HybridError(
+            f"process {rank()} ends because another process of the run has ended; that one says why, or the launcher"
+        ) from error
 
 
 def wait_for_all() -> None:

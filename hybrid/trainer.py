@@ -57,7 +57,7 @@ from hybrid.generation import (
     without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
-from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take
+from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take, tiled
 from hybrid.objective.losses import StudentPass
 from hybrid.objective.objective import Assignment, Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
@@ -510,7 +510,7 @@ class HybridTrainer(GRPOTrainer):
 
     def _plain_logps(self, model: Any, ids: Tensor, attention: Tensor, width: int, *more: Any, **options: Any) -> Any:
         """TRL's log-probs and entropies of sampled tokens, by its head or by ours; cut where nothing is trained."""
-        own_head = self._streams and model is not self.ref_model
+        own_head = self._streams and model is not self.ref_model and not tiled(options)
         if not own_head and (self._cutting is None or torch.is_grad_enabled()):
             return super()._get_per_token_logps_and_entropies(model, ids, attention, width, *more, **options)
         forward: Any = partial(super()._get_per_token_logps_and_entropies, model)
@@ -575,7 +575,7 @@ class HybridTrainer(GRPOTrainer):
     ) -> Request | None:
         """What the loss's forward must measure beside log-probs; None for TRL's own fused forward."""
         candidates = any(term.candidate_BTK is not None for term in generation.assignment.terms)
-        if not self.objective.divergences and not candidates and not self._streams:
+        if not self.objective.divergences and not candidates and (not self._streams or tiled(inputs)):
             return None
         scores = generation.scored.get(self.plan.distribution_view)
         hidden = scores.hidden_BTH if scores is not None else None

@@ -19,12 +19,11 @@ from hybrid.evaluate import Evaluation, Sampling, evaluate, read_evaluation, wri
 from hybrid.methods import MethodConfig
 from hybrid.phases import Tell
 from hybrid.pictures import tokenizer_of
-from hybrid.plan import rollouts_text
+from hybrid.plan import who_does
 from hybrid.progress import Bars
 from hybrid.silent import Silent
 from hybrid.stopping import Stop
 from hybrid.summary_table import Outcome
-from hybrid.teacher_config import ServedTeacherConfig, teachers_of
 from hybrid.together import from_main, wait_for_all
 from hybrid.tracking import Tracker
 from hybrid.trainer import HybridConfig, HybridTrainer
@@ -213,17 +212,6 @@ def train_method(
         done.write_bytes(orjson.dumps(outcome.__dict__))
     wait_for_all()
     return outcome
-
-
-def who_does(config: ExperimentConfig) -> dict[str, str]:
-    """Part of a step -> who does it, for a run that stands still in it."""
-    blocks = {} if config.teacher is None else teachers_of(config.teacher)
-    served = [
-        f"{block.model} at {block.url or 'the server of this run, see teacher.log'}"
-        for block in blocks.values()
-        if isinstance(block, ServedTeacherConfig)
-    ]
-    return {"generation": rollouts_text(config)} | ({"teacher": ", ".join(served)} if served else {})
 
 
 def end_run(tracker: Tracker | Silent, text: str) -> None:

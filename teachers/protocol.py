@@ -61,7 +61,10 @@ class Teacher(Protocol):
     is masked and named in `failures`, never given a zero score.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For messages and metrics."""
+        ...
 
     def score(self, rows: Sequence[Row], want: Want = SAMPLED) -> TeacherScores:
         """Scores `rows`; see `TeacherScores` for shapes and units."""

@@ -1,6 +1,7 @@
 """`hybrid check` on what ships, and on broken variants: one clear message, exit code 2, no traceback."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,13 @@ def test_a_live_check_asks_the_teacher(made_here):
     assert "teacher: tokenizer: " in facts
     assert "teacher: context length: 28 of 256" in facts
     assert "teacher: prompts: the same for both: student (4 ids) '0+1='" in facts
+    assert re.search(r"teacher: gap to the student: at most \d+\.\d+ nats on one token", facts)
+
+
+def test_a_live_check_warns_of_a_teacher_that_is_the_student(made_here):
+    findings = check_experiment(made_here, ["evaluate.prompts=8", "teacher.model=student"], live=True)
+    assert levels(findings, "error") == []
+    assert "the distillation signal is identically zero" in "\n".join(levels(findings, "warning"))
 
 
 def test_a_live_check_tells_what_the_teacher_cannot(made_here):

@@ -149,7 +149,7 @@ def test_ui_opens_mlflow_on_this_machine_alone_and_leaves_nothing_behind(tmp_pat
             assert program.stdout is not None
             said = [program.stdout.readline(), program.stdout.readline()]
             for line in program.stdout:
-                if "Application startup complete" in line:
+                if "Uvicorn running on" in line:  # after it has bound the port
                     break
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
                 assert answer.status == 200

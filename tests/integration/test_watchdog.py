@@ -92,6 +92,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)
 def test_a_launched_run_loses_a_process_is_stopped_loses_its_launcher_and_freezes(forks, tmp_path):
     def start(*more):
         before = len(recorded_steps(tmp_path))
@@ -103,6 +104,8 @@ def test_a_launched_run_loses_a_process_is_stopped_loses_its_launcher_and_freeze
     os.kill(workers_of(run)[1], signal.SIGKILL)
     assert run.ended() == 128 + signal.SIGKILL, run.printed()
     assert "process 1 was ended by signal 9; go on with --resume" in run.printed()
+    assert "process 0 ends because another process of the run has ended" in run.printed()
+    assert "Traceback" not in run.printed()
 
     run = start("--resume", "latest")
     (folder,) = tmp_path.glob("quickstart/*/opdvr")

@@ -1,12 +1,14 @@
 """The client against a real vLLM: the same numbers as a local model, and what happens when the server dies."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from benchmarks.wire_tap import WireTap
+from hybrid.check import check_experiment
 from hybrid.methods import method_of
 from hybrid.trainer import HybridConfig, HybridTrainer
 from teachers.errors import TeacherCannot, TeacherError, TeacherMismatch, TeacherUnavailable
@@ -189,3 +191,20 @@ def test_a_training_whose_server_dies_stops_with_a_checkpoint_and_goes_on_when_i
     resumed = trainer_of(connect(), tmp_path / "broken", 6)
     resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-3"))
     assert logged(resumed, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-4)
+
+
+def test_a_live_check_compares_a_server_with_the_same_weights_here(vllm_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRID_TEACHER_API_KEY", vllm_server.key_file.read_text())
+    for name, own in (("student", model(0)), ("tiny", tiny_model())):
+        own.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    prompts().to_json(tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(
+        "name: x\nstudent: {model: student}\nmethod: {name: opd}\ndata: {source: rows.jsonl}\nevaluate: null\n"
+        f"train: {{max_completion_length: 16}}\nteacher: {{model: tiny, url: '{vllm_server.url}'}}\n"
+    )
+    found = {f.problem.message.split(":")[0]: f for f in check_experiment(Path("x.yaml"), live=True)}
+    assert not [f for f in found.values() if f.level == "error"]
+    assert found["against a local model"].problem.message.startswith("against a local model: the same to ")
+    assert found["gap to the student"].problem.message.endswith("nats on one token")

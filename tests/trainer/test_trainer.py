@@ -210,3 +210,14 @@ def test_rstg_asks_about_the_groups_that_it_may_guide(tmp_path, settings, asked)
         processing_class=tokenizer(),
     ).train()  # fmt: skip
     assert teacher.asked == asked
+
+
+def test_an_entropy_bonus_pulls_beside_a_divergence(tmp_path):
+    """TRL's `entropy_coef` trains with every method: the gradient is that of the loss which is logged."""
+    method = {"name": "opd", "estimator": "reverse_kl"}
+    runs = [train(tmp_path / str(c), method, steps=1, entropy_coef=c, max_grad_norm=1e9) for c in (0.0, 0.5, 1.0)]
+    (plain, entropy), (half, _), (whole, _) = (history(run, "loss", "entropy")[0] for run in runs)
+    assert half == pytest.approx(plain - 0.5 * entropy, abs=1e-5)
+    assert whole == pytest.approx(plain - entropy, abs=1e-5)
+    norms = [history(run, "grad_norm")[0][0] for run in runs]
+    assert min(abs(norms[0] - norms[1]), abs(norms[1] - norms[2])) > 1e-3
