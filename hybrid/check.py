@@ -327,6 +327,8 @@ class _Checker:
                 self._say("error", (*path, "recorded"), f"there is no file '{teacher.recorded}'")
             if isinstance(teacher, LocalTeacherConfig | ServedTeacherConfig):
                 tokenizer = self._tokenizer((*path, "model"), teacher.model)
+                if teacher.align and tokenizer is not None:
+                    self._look_at_template(path, teacher, tokenizer)
                 if tokenizer is not None and student is not None:
                     declared = teacher.prompt is not None
                     for finding in tokenizer_findings(
@@ -334,6 +336,15 @@ class _Checker:
                     ):
                         if not finding.ok:
                             self._tell((*path, "model"), finding)
+
+    def _look_at_template(
+        self, path: KeyPath, teacher: LocalTeacherConfig | ServedTeacherConfig, tokenizer: Any
+    ) -> None:
+        """A teacher with another tokenizer puts a chat into its own words, for which it needs a template."""
+        declared = teacher.prompt is not None and teacher.prompt.chat_template is not None
+        if self.config.data.chat and tokenizer.chat_template is None and not declared:
+            what = f"'{teacher.model}' has no chat template, and the prompts are chats (data.chat)"
+            self._say("error", (*path, "model"), f"{what}; give it one: teacher.prompt.chat_template, a file")
 
     def _look_at_engine(self) -> None:
         file = self.config.engine.config_file

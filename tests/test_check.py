@@ -347,6 +347,24 @@ def test_a_model_that_another_command_will_make_is_worth_a_warning(tmp_path, mon
     assert "there is no model './none', neither as a folder nor on the hub" in levels(findings, "error")[0]
 
 
+def test_a_teacher_of_another_family_needs_a_template_for_chats(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(QUICKSTART, encoding="utf-8")
+    base = tiny_tokenizer()
+    base.chat_template = None
+    base.save_pretrained("base")
+    settings = ["teacher={model: ./base, align: true}", "compare=[]", "data.chat=true"]
+    missing = "teacher.model: './base' has no chat template, and the prompts are chats (data.chat); give it one"
+    assert any(missing in text for text in levels(check_experiment(Path("x.yaml"), settings), "error"))
+    Path("plain.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}", encoding="utf-8"
+    )
+    settings.append("teacher.prompt.chat_template=plain.jinja")
+    assert not any(
+        "has no chat template" in text for text in levels(check_experiment(Path("x.yaml"), settings), "error")
+    )
+
+
 def test_the_cells_of_a_sweep_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(QUICKSTART, encoding="utf-8")
