@@ -77,6 +77,7 @@ def preflight(
         local=local_check,
         student=student_model,
         is_student=is_student,
+        is_aligned=is_aligned,
     )
     said: Any = teacher
     while hasattr(said, "inner"):  # a cache says nothing of itself

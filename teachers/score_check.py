@@ -29,6 +29,7 @@ class ScoreCase:
       local: a teacher of this process with the same weights.
       student: the student as a teacher.
       is_student: teacher and student have the same weights and prompt.
+      is_aligned: the teacher has another tokenizer; prompts hold its ids, completions the student's.
     """
 
     teacher: Teacher
@@ -40,6 +41,7 @@ class ScoreCase:
     local: Teacher | None = None
     student: Teacher | None = None
     is_student: bool = False
+    is_aligned: bool = False
 
 
 def score_findings(case: ScoreCase) -> list[Finding]:
@@ -161,6 +163,8 @@ def _boundary(case: ScoreCase, scores: TeacherScores) -> Finding:
     name = "prompt boundary"
     if getattr(case.teacher, "is_recording", False):
         return passed(name, "a recording answers for whole rollouts only")
+    if case.is_aligned:
+        return passed(name, "a student's id has no place in the prompt of a teacher with another tokenizer")
     moved = [
         replace(row, prompt_ids=(*row.prompt_ids, row.completion_ids[0]), completion_ids=row.completion_ids[1:])
         for row in case.rows

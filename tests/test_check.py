@@ -10,6 +10,7 @@ from hybrid.check import check_experiment, is_hub_name
 from hybrid.errors import ConfigError
 from hybrid.read_config import read_experiment
 from hybrid.sources import held_out_prompts, training_prompts
+from hybrid.tiny import tiny_tokenizer
 from tests.tiny_models import model, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

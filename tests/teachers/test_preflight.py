@@ -108,6 +108,20 @@ def test_a_tokenizer_that_maps_a_text_to_other_ids_is_refused(local, check, toke
     assert check(local, teacher_tokenizer=other, is_aligned=True)["tokenizer"].ok
 
 
+def test_no_id_of_the_student_comes_into_the_prompt_of_a_teacher_with_another_tokenizer(local, check, rows):
+    asked = []
+
+    def note(scores, those):
+        asked.extend(row.prompt_ids for row in those)
+        return scores
+
+    assert check(Bent(local, note), is_aligned=True)["prompt boundary"].ok
+    assert set(asked) == {row.prompt_ids for row in rows}
+    asked.clear()
+    check(Bent(local, note))
+    assert set(asked) > {row.prompt_ids for row in rows}
+
+
 def test_equal_vocabularies_that_split_otherwise_are_refused(local, check, tokenizer):
     other = copy.deepcopy(tokenizer)
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
