@@ -2,6 +2,7 @@
 
 import shlex
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from hybrid.config import ExperimentConfig
 from hybrid.errors import ConfigError
 from hybrid.sources import model_folder
 from hybrid.teacher_config import LocalTeacherConfig, ServedTeacherConfig, ServerConfig, teachers_of
+from hybrid.teaching import Making
 
 
 def serve_experiment(config: ExperimentConfig) -> int:
@@ -34,11 +36,14 @@ def serve_experiment(config: ExperimentConfig) -> int:
         raise ConfigError("teacher: only a model can be served (teacher.model)")
     own = block.serve if isinstance(block, ServedTeacherConfig) and isinstance(block.serve, ServerConfig) else None
     settings = own.model_dump(exclude_none=True) if own else {}
-    served = ServeConfig(
-        model=model_folder(block.model, "teacher"),
-        served_name=block.model,
-        **{"log_file": Path("teacher.log"), "max_logprobs": 128, **settings},
-    )
+    with ExitStack() as stack:
+        making = Making.of(config, stack, folder=Path(), student=config.student.model)
+    wanted = {
+        "log_file": Path("teacher.log"),
+        "max_logprobs": max(128, making.top_k),
+        "max_model_len": making.max_length,
+    }
+    served = ServeConfig(model=model_folder(block.model, "teacher"), served_name=block.model, **(wanted | settings))
     console = Console(soft_wrap=True)
     python = vllm_python(served)
     command = server_command(served, port=served.port, python=python, version=vllm_version(python))
