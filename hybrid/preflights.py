@@ -18,6 +18,7 @@ from hybrid.teacher_config import (
     teachers_of,
 )
 from hybrid.teaching import largest_own_support
+from hybrid.tiny import Role
 from hybrid.views import Taught
 from teachers.contexts import PLAIN, PromptStyle, render
 from teachers.findings import Finding
@@ -103,7 +104,7 @@ def nearby(config: ExperimentConfig, block: OneTeacherConfig, stack: ExitStack) 
       Arguments of `ask_teacher`.
     """
 
-    def load(model: str, name: str) -> LocalTeacher:
+    def load(model: str, name: Role) -> LocalTeacher:
         folder = model_folder(model, name)
         teacher = LocalTeacher.load(folder, name=name, temperature=config.train.temperature)
         stack.callback(teacher.close)
