@@ -4,7 +4,7 @@ Every function that gathers is called by all processes of a run, whether or not 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,9 +15,12 @@ from teachers.errors import TeacherError, TeacherUnavailable
 from teachers.router import teacher_gaps
 from teachers.scores import TeacherScores
 
+Answer = TypeVar("Answer")
+"""Scores, or what gives them."""
 
-def together(ask: Callable[[], dict[str, TeacherScores]]) -> dict[str, TeacherScores]:
-    """The scores that `ask` gives; a teacher that fails one process fails them all, so that none waits for another.
+
+def together(ask: Callable[[], dict[str, Answer]]) -> dict[str, Answer]:
+    """What `ask` gives; a teacher that fails one process fails them all, so that none waits for another.
 
     Raises:
       TeacherError: of this process, or of another one.
@@ -25,9 +28,9 @@ def together(ask: Callable[[], dict[str, TeacherScores]]) -> dict[str, TeacherSc
     if num_processes() == 1:
         return ask()
     error: TeacherError | None = None
-    scored: dict[str, TeacherScores] = {}
+    answers: dict[str, Answer] = {}
     try:
-        scored = ask()
+        answers = ask()
     except TeacherError as found:
         error = found
     said = [text for text in from_all(None if error is None else str(error)) if text is not None]
@@ -35,7 +38,7 @@ def together(ask: Callable[[], dict[str, TeacherScores]]) -> dict[str, TeacherSc
         raise error
     if said:
         raise TeacherUnavailable(f"another process could not have its rows scored: {said[0]}")
-    return scored
+    return answers
 
 
 def prompts_shown(

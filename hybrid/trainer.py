@@ -328,16 +328,16 @@ class HybridTrainer(GRPOTrainer):
         assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
         own = self._rollouts(out, captured)
         everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
-        if not self._has_shown and self.accelerator.is_main_process:
-            for text in prompts_shown(self.scorers, own, everyone, self._tokenizer):
-                self._say(text)
-        self._has_shown = True
         try:
             batch, scored = self._measure(out, own, everyone)
         except TeacherError:
             self._early = None
             self._keep(before_generation)
             raise
+        if not self._has_shown and self.accelerator.is_main_process:
+            for text in prompts_shown(self.scorers, own, everyone, self._tokenizer):
+                self._say(text)
+        self._has_shown = True
         whole = gather_batch(batch, self.accelerator.gather)
         before = self.method_state
         with self.phases.timed("credit"):
@@ -399,9 +399,8 @@ class HybridTrainer(GRPOTrainer):
         mask_BT = out["completion_mask"].bool() & out.get("tool_mask", out["completion_mask"]).bool()
         width = mask_BT.shape[1]
         with self.phases.timed("teacher"):
-            waiting = {
-                view: asked(self.scorers[view], own, everyone, SAMPLED, width) for view in self.plan.sampled_views
-            }
+            sampled = self.plan.sampled_views
+            waiting = agreed(lambda: {v: asked(self.scorers[v], own, everyone, SAMPLED, width) for v in sampled})
             scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
         student = self._measured_student(out, mask_BT, scored, alone=alone) if self.plan.student else None
         if student is not None and student.top is not None and student.teacher_top_BTK is None:

@@ -10,6 +10,7 @@ from hybrid.methods import method_of
 from hybrid.methods.base import ViewSpec
 from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.views import Taught
+from teachers.contexts import ContextTooLong
 from teachers.errors import TeacherUnavailable
 from teachers.local import LocalTeacher
 from teachers.protocol import SAMPLED
@@ -137,3 +138,10 @@ def test_a_teacher_that_never_answers_leaves_nothing_to_go_on_from(tmp_path):
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, {"name": "opdvr"}, Failing(0)).train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_privileged_prompt_that_does_not_fit_is_refused_and_never_cut(tmp_path):
+    teacher = Taught(teacher=local(), spec=ViewSpec("teacher", "hint", {"column": "hint"}))
+    rows = Dataset.from_dict({"prompt": ["a=", "b="] * 8, "hint": ["x" * 300] * 16})
+    with pytest.raises(ContextTooLong, match=r"the teacher takes 256"):
+        make(tmp_path, {"name": "opd"}, teacher, rows=rows).train()
