@@ -1,10 +1,16 @@
 """Shapes and types of the package are checked while its tests run; hypothesis repeats itself."""
 
 import os
+import signal
+import threading
 
 # what the hub has is not asked in tests; it is read when transformers is imported, so it stands before all else
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+if threading.current_thread() is threading.main_thread():
+    # A shell that starts the tests in the background has them ignore ctrl-C, and so would what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import settings
 from jaxtyping import install_import_hook
