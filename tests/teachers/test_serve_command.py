@@ -36,18 +36,21 @@ def test_a_teacher_is_served_until_ctrl_c(tmp_path):
     environment |= {PYTHON_ENV: vllm_python(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hybrid.cli", "teacher", "serve", "x.yaml"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        shown, serving, key = (program.stdout.readline() for _ in range(3))
-        children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        key_file = Path(key.split("cat ")[1].rstrip(")\n"))
-        found = re.match(r"serving tiny at (\S+); log: teacher\.log", serving)
-        assert found is not None, serving
-        teacher = VllmTeacher(found[1], "tiny", api_key_file=key_file)
-        scores = teacher.score([Row(prompt_ids=(3, 4), completion_ids=(5, 6))])
-        teacher.close()
-        assert key_file.stat().st_mode & 0o777 == 0o600
-        program.send_signal(signal.SIGINT)
-        assert program.wait(60) == 0
+        try:
+            assert program.stdout is not None
+            shown, serving, key = (program.stdout.readline() for _ in range(3))
+            children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+            key_file = Path(key.split("cat ")[1].rstrip(")\n"))
+            found = re.match(r"serving tiny at (\S+); log: teacher\.log", serving)
+            assert found is not None, serving
+            teacher = VllmTeacher(found[1], "tiny", api_key_file=key_file)
+            scores = teacher.score([Row(prompt_ids=(3, 4), completion_ids=(5, 6))])
+            teacher.close()
+            assert key_file.stat().st_mode & 0o777 == 0o600
+            program.send_signal(signal.SIGINT)
+            assert program.wait(60) == 0
+        finally:
+            program.kill()  # where an assertion failed; its keeper then ends the server
     assert scores.valid_BT.all()
     for expected in ("--host 127.0.0.1", "--max-model-len 61", "--max-logprobs 128"):
         assert expected in shown
