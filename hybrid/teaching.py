@@ -91,7 +91,8 @@ class Making:
 def largest_support(config: ExperimentConfig) -> int:
     """The most candidates of a token that a method asks a teacher for, its own or the student's; 0 for none."""
     divergences = [d for method in config.methods.values() for d in method.build().divergences]
-    return max((d.top_k for d in divergences if d.support != "full"), default=0)
+    candidates = [getattr(method, "top_k", 0) for method in config.methods.values()]
+    return max([*candidates, *(d.top_k for d in divergences if d.support != "full")], default=0)
 
 
 def largest_own_support(config: ExperimentConfig) -> int:

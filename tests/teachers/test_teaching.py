@@ -162,6 +162,9 @@ def test_a_server_must_hold_as_many_log_probs_as_the_methods_ask_for(student, ma
     method = {"name": "opd", "estimator": "forward_kl", "support": "teacher", "top_k": 64}
     config = experiment(student, teacher={"model": student, "url": "http://127.0.0.1:9"}, method=method)
     assert making(config).top_k == 64
+    candidates = {"name": "opdvr", "top_k": 48}
+    config = experiment(student, teacher={"model": student, "url": "http://127.0.0.1:9"}, method=candidates)
+    assert making(config).top_k == 48
 
 
 def test_chats_are_told_from_plain_prompts():
