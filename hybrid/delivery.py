@@ -110,7 +110,7 @@ class Delivery:
             self._flush_failed = False
         self._start(now=True)
         with self._idle:
-            while self._queue and not self._flush_failed:
+            while (self._queue or self._running) and not self._flush_failed:  # the file goes after the last record
                 if not self._idle.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     break
             return not self._queue
@@ -126,6 +126,7 @@ class Delivery:
             self._closed = True
             self._pool.shutdown(wait=False, cancel_futures=True)
             if self._queue:
+                self._lost = True  # so that the file goes if what is under way arrives after all
                 self._keep()
             return len(self._queue)
 

@@ -1,6 +1,9 @@
 """The queue alone, with a receiver that comes and goes."""
 
+import json
+import sys
 import threading
+from dataclasses import asdict
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +62,20 @@ def test_what_waits_survives_a_crash_and_goes_out_first(tmp_path):
     assert delivery.close() == 0
     assert receiver.taken == [0, 1, 2, 3]
     assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_the_buffer_is_gone_when_all_that_waited_is_delivered(tmp_path):
+    """Also where the closing thread looks between the last delivery and the removal of the file."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(100):
+            buffer = tmp_path / f"{number}.jsonl"
+            buffer.write_text(f"{json.dumps({'run': '1'})}\n{json.dumps(asdict(point(0)))}\n")
+            assert Delivery(Receiver(), buffer, {"run": "1"}).close() == 0
+            assert not buffer.exists()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_buffer_of_another_run_is_left_alone(tmp_path):
