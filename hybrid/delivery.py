@@ -108,8 +108,7 @@ class Delivery:
         deadline = time.monotonic() + timeout_s
         with self._idle:
             self._flush_failed = False
-        self._start(now=True)
-        with self._idle:
+            self._start(now=True)  # in one go, so that a failure from before is not taken for this one's
             while (self._queue or self._running) and not self._flush_failed:  # the file goes after the last record
                 if not self._idle.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     break
