@@ -184,7 +184,7 @@ def one(config: LocalTeacherConfig | ServedTeacherConfig | RecordedTeacherConfig
     if isinstance(config, RecordedTeacherConfig):
         from teachers.recorded import RecordedTeacher
 
-        teacher: Teacher = RecordedTeacher(config.recorded)
+        teacher: Teacher = RecordedTeacher(config.recorded, name=name)
     elif isinstance(config, ServedTeacherConfig):
         teacher = served(config, name, making)
     else:
