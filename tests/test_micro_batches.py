@@ -39,14 +39,6 @@ LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo", "cisp
 HOW_CUT = ("micro_batches/number", "micro_batches/padding")
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 # --- how rows are cut -------------------------------------------------------------------------------------------------
 
 

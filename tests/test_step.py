@@ -9,14 +9,6 @@ from benchmarks.step import KINDS, SETTINGS, Turns, Work, growth, interval, made
 from hybrid.methods import METHODS, method_of
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 class Operations(TorchDispatchMode):
     """Counts tensor operations, and the largest tensor that one of them makes."""
 
