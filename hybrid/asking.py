@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from jaxtyping import Float
 from torch import Tensor
 
-from hybrid.collect import Rollout, Scorer, row_of, unchanged
+from hybrid.collect import Scorer, row_of, unchanged
+from hybrid.rollouts import Rollout
 from hybrid.together import from_all, num_processes
 from teachers.errors import TeacherError, TeacherUnavailable
 from teachers.protocol import Row, Teacher

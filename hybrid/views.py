@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from hybrid.collect import Context, ContextPrompt, Plan, Rollout, Scorer, scorers_of, unchanged
+from hybrid.collect import Context, ContextPrompt, Plan, Scorer, scorers_of, unchanged
 from hybrid.errors import ConfigError, DataError
 from hybrid.methods.base import ViewSpec
+from hybrid.rollouts import Rollout
 from teachers.contexts import (
     TEMPLATES,
     PromptStyle,

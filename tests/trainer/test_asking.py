@@ -7,9 +7,9 @@ import torch
 from datasets import Dataset
 
 from hybrid.asking import prompts_shown
-from hybrid.collect import Rollout
 from hybrid.methods import method_of
 from hybrid.methods.base import ViewSpec
+from hybrid.rollouts import Rollout
 from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.views import Taught, Writer, taught_scorer
 from teachers.contexts import ContextTooLong
