@@ -98,6 +98,11 @@ def rollouts_of(
     return rollouts
 
 
+def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Stands where a method needs no reward; its zeros are never read."""
+    return [0.0] * len(prompts)
+
+
 def weighted_reward(rewards_NF: Float[Tensor, "N F"], weight_F: Float[Tensor, " F"]) -> Float[Tensor, " N"]:
     """The weighted sum of the rewards that scored a response; NaN where none did."""
     sum_N = (rewards_NF * weight_F.to(rewards_NF.device)).nansum(1)

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hybrid.collect import Plan, StudentMeasures
+from hybrid.cutting import Piece, placed
 from hybrid.distributions import Request
 from hybrid.errors import ConfigError
 from hybrid.generation import IMAGE_KEYS
-from hybrid.micro_batches import Piece, placed
 from hybrid.objective.losses import Divergence, StudentPass
 from hybrid.types import View
 from teachers.scores import TeacherScores

@@ -25,9 +25,10 @@ from hybrid.teacher_config import (
     teachers_of,
 )
 from hybrid.tiny import Progress
-from hybrid.views import PromptStyle, Taught
+from hybrid.views import Taught
 from teachers.alignment import AlignedTeacher, paired_ends
 from teachers.cache import CachedTeacher
+from teachers.contexts import PromptStyle
 from teachers.local import LocalTeacher
 from teachers.protocol import Teacher
 

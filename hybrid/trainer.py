@@ -25,6 +25,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from hybrid.asking import prompts_shown, teacher_metrics, together
 from hybrid.checkpoints import PlacedSampler, begin, publish, random_state, set_random_state, writing
 from hybrid.collect import Plan, StudentMeasures, asked, join, score_candidates, score_views, scorers_of, to_view
+from hybrid.contexts import Writer, judge_of
+from hybrid.cutting import Piece, even_pieces
 from hybrid.distributions import Request, add_distribution_head
 from hybrid.errors import ConfigError
 from hybrid.following import AfterUpdate
@@ -46,16 +48,17 @@ from hybrid.generation import (
     set_clipping,
 )
 from hybrid.methods import MethodConfig, method_of
-from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take, tiled
+from hybrid.micro_batches import MicroBatches, halves, logps_of, take, tiled
 from hybrid.objective.objective import Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
-from hybrid.rollouts import Judged, Rollout, rollouts_of
+from hybrid.rollouts import Judged, Rollout, no_reward, rollouts_of
 from hybrid.run_state import read_state, teachers_with_state, with_heads, without_heads, write_state
 from hybrid.skips import Skips
 from hybrid.student import answered, loss_request, measure_student, sampled_logps, student_pass
 from hybrid.types import Demonstration, RolloutBatch
-from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
+from hybrid.views import scorers_for
+from teachers.contexts import PromptStyle
 from teachers.errors import TeacherError
 from teachers.local import local_teachers
 from teachers.protocol import SAMPLED
@@ -99,11 +102,6 @@ class HybridConfig(GRPOConfig):
                 f"loss_type cispo clips every ratio at epsilon_high = {epsilon_high}, which shrinks all gradients; "
                 "set epsilon_high to 1 or more (5.0 in its paper)"
             )
-
-
-def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Stands where a method needs no reward; its zeros are never read."""
-    return [0.0] * len(prompts)
 
 
 class HybridTrainer(GRPOTrainer):

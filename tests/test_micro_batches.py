@@ -11,16 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid.cutting import MOST_PADDING, cut_rows, lengths_of, padded_tokens, padding_share
 from hybrid.errors import ConfigError
-from hybrid.micro_batches import (
-    MOST_PADDING,
-    check_settings,
-    cut_rows,
-    lengths_of,
-    padded_tokens,
-    padding_share,
-    refuse_tiles,
-)
+from hybrid.micro_batches import check_settings, refuse_tiles
 from hybrid.plan import plan_lines
 from hybrid.read_config import read_experiment
 from hybrid.teacher_config import LocalTeacherConfig

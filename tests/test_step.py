@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.step import KINDS, SETTINGS, Turns, Work, growth, interval, made_batch, run_steps
+from benchmarks.credit import SETTINGS, growth, made_batch
+from benchmarks.step import KINDS, Turns, Work, interval, run_steps
 from hybrid.methods import METHODS, method_of
 
 

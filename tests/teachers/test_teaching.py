@@ -9,10 +9,10 @@ from datasets import Dataset
 from transformers import MistralConfig, MistralForCausalLM
 
 from hybrid.config import ExperimentConfig
+from hybrid.contexts import Writer
 from hybrid.errors import ConfigError
 from hybrid.rollouts import Rollout
 from hybrid.teaching import Making, is_chat, taught, teacher_of
-from hybrid.views import Writer
 from teachers.alignment import end_of_turn, paired_ends
 from teachers.errors import TeacherError
 from teachers.protocol import Row

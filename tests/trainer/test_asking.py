@@ -7,11 +7,12 @@ import torch
 from datasets import Dataset
 
 from hybrid.asking import prompts_shown
+from hybrid.contexts import Writer
 from hybrid.methods import method_of
 from hybrid.methods.base import ViewSpec
 from hybrid.rollouts import Rollout
 from hybrid.trainer import HybridConfig, HybridTrainer
-from hybrid.views import Taught, Writer, taught_scorer
+from hybrid.views import Taught, taught_scorer
 from teachers.contexts import ContextTooLong
 from teachers.errors import TeacherUnavailable
 from teachers.local import LocalTeacher
