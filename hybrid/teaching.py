@@ -75,7 +75,7 @@ class Making:
         """What an experiment's teachers are made with; for the arguments see the attributes."""
         train = config.train
         sees_more = config.teacher is not None and any(block.context for block in teachers_of(config.teacher).values())
-        longest = None if train.max_prompt_length is None or sees_more else train.max_prompt_length
+        longest = None if sees_more else train.max_prompt_length
         return Making(
             temperature=train.temperature,
             folder=folder,
