@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 from jaxtyping import Float
 from torch import Tensor
 
-from hybrid.collect import Rollout, Scorer, unchanged
+from hybrid.collect import Scorer, row_of, unchanged
+from hybrid.rollouts import Rollout
 from hybrid.together import from_all, num_processes
 from teachers.errors import TeacherError, TeacherUnavailable
+from teachers.protocol import Row, Teacher
 from teachers.router import teacher_gaps
 from teachers.scores import TeacherScores
 
@@ -53,17 +55,33 @@ def prompts_shown(
       tokenizer: the student's.
 
     Returns:
-      A text for each such view.
+      A text for each such view, and where several teachers score it, one for each of them.
     """
     shown = []
     for view, scorer in scorers.items():
         if scorer.context is unchanged:
             continue
-        prompts = [prompt for prompt in scorer.context(own, everyone) if prompt is not None]
-        if prompts:
-            reader = getattr(scorer.teacher, "tokenizer", None) or tokenizer
-            shown.append(f"the view {view} sees: {reader.decode(prompts[0].prompt_ids)!r}")
+        prompts = scorer.context(own, everyone)
+        rows = [row_of(rollout, prompt) for rollout, prompt in zip(own, prompts, strict=True) if prompt is not None]
+        for who, teacher, row in seen_first(scorer.teacher, rows):
+            reader = getattr(teacher, "tokenizer", None) or tokenizer
+            shown.append(f"the {who}view {view} sees: {reader.decode(row.prompt_ids)!r}")
     return shown
+
+
+def seen_first(teacher: Teacher, rows: Sequence[Row]) -> list[tuple[str, Teacher, Row]]:
+    """The first row as a teacher sees it, or as each of several teachers does, with the words that name each.
+
+    A teacher that none of the rows asks for is shown with one that it could see.
+    """
+    if not hasattr(teacher, "seen"):
+        return [("", teacher, row) for row in rows[:1]]
+    several: Any = teacher
+    found = []
+    for (name, asked), part in zip(several.seen(rows).items(), several.inner_teachers, strict=True):
+        sights = [*asked.values(), *(row.seen(name) for row in rows)]
+        found += [(f"teacher {name} of the ", part, row) for row in sights if row is not None][:1]
+    return found
 
 
 def teacher_metrics(

@@ -16,41 +16,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybrid.distributions import coarse_reverse_kl
-from hybrid.errors import ConfigError, DataError, MissingMeasurement
+from hybrid.errors import ConfigError
 from hybrid.objective.losses import Divergence, SampledDivergence, Support
 from hybrid.objective.objective import Objective
-from hybrid.types import Demonstration, RolloutBatch, View
+from hybrid.rollouts import Rollout, demonstrations, on_device, teacher_accuracies
+from hybrid.types import RolloutBatch, View
 from teachers.errors import TeacherCannot
 from teachers.local import LocalTeacher
 from teachers.protocol import Row, Teacher, Want
 from teachers.scores import TeacherScores
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """One response and what came with it.
-
-    Attributes:
-      prompt: the data set's prompt, a string or chat messages.
-      prompt_ids: as the student saw it.
-      completion_ids: as the student sampled it, without padding.
-      text: the decoded completion.
-      group: number of its prompt, the same on every process.
-      position: place within its group.
-      reward: weighted sum; NaN for unscored.
-      columns: every other column of the data set.
-      images: the prompt's images.
-    """
-
-    prompt: Any
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    text: str
-    group: int
-    position: int
-    reward: float
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,50 +278,6 @@ def head_of(scorer: Scorer) -> Callable[[Tensor], Tensor] | None:
     return scorer.teacher.score([row], Want(distribution=True)).head
 
 
-def demonstrations(own: Sequence[Rollout], encode: Callable[[str], Sequence[int]]) -> Demonstration:
-    """The data set's `demonstration` column (text, ids, or null) as padded ids.
-
-    Raises:
-      MissingMeasurement: the data set has no such column.
-    """
-    rows: list[Sequence[int]] = []
-    for rollout in own:
-        if "demonstration" not in rollout.columns:
-            raise MissingMeasurement(
-                "the method needs demonstration, a column with a correct teacher text per prompt (null where there is "
-                "none); make it with `hybrid teacher demonstrate`, or set the method to train without it"
-            )
-        value = rollout.columns["demonstration"]
-        rows.append([] if value is None else encode(value) if isinstance(value, str) else list(value))
-    width = max(1, *(len(row) for row in rows)) if rows else 1
-    ids_BU = torch.zeros(len(rows), width, dtype=torch.long)
-    mask_BU = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        ids_BU[index, : len(row)] = torch.tensor(row, dtype=torch.long)
-        mask_BU[index, : len(row)] = True
-    return Demonstration(ids_BU=ids_BU, mask_BU=mask_BU)
-
-
-def teacher_accuracies(own: Sequence[Rollout]) -> Float[Tensor, " B"]:
-    """The data set's `teacher_accuracy` column.
-
-    Raises:
-      MissingMeasurement: the data set has no such column, or a value outside [0, 1].
-    """
-    values = []
-    for rollout in own:
-        value = rollout.columns.get("teacher_accuracy")
-        if value is None:
-            raise MissingMeasurement(
-                "the method needs teacher_accuracy, a column with the share of the teacher's own right answers per "
-                "prompt; make it with `hybrid teacher demonstrate`"
-            )
-        if not 0 <= float(value) <= 1:
-            raise DataError(f"teacher_accuracy must be in [0, 1]; got {value} for prompt {rollout.prompt!r}")
-        values.append(float(value))
-    return torch.tensor(values)
-
-
 def to_view(scores: TeacherScores, mask_BT: Bool[Tensor, "B T"]) -> View:
     """A teacher's scores as a view of the batch."""
     device = mask_BT.device
@@ -401,11 +331,6 @@ def join(
         step=step,
         max_length=max_length,
     )
-
-
-def on_device(demonstration: Demonstration, device: torch.device) -> Demonstration:
-    """The demonstrations on the device of the batch."""
-    return Demonstration(ids_BU=demonstration.ids_BU.to(device), mask_BU=demonstration.mask_BU.to(device))
 
 
 def scorers_of(

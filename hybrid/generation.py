@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid.collect import Plan, Rollout, Scorer
+from hybrid.collect import Plan, Scorer
 from hybrid.errors import ConfigError, MissingMeasurement
 from hybrid.methods.base import MethodConfig
 from hybrid.objective.losses import Likelihood, PolicyLoss, SampledDivergence
 from hybrid.objective.objective import Assignment, Objective, Term, TermCredit
+from hybrid.rollouts import Rollout
 from hybrid.types import Demonstration, RolloutBatch, State, View, take_rows
-from teachers.decoder import KeptHead
 
 IMAGE_KEYS = (
     "pixel_values",
@@ -87,6 +87,35 @@ def continued(images: Mapping[str, Any], prompt_width: int, width: int) -> dict[
     return {**images, **{key: functional.pad(value, (0, width)) for key, value in types.items()}}
 
 
+def after_prompts(inputs: Mapping[str, Any], texts: Demonstration) -> tuple[Tensor, Tensor, int, dict[str, Any]]:
+    """Ids and mask of each row's text after its prompt, the width of the texts, and the prompts' image tensors."""
+    ids = torch.cat([inputs["prompt_ids"], texts.ids_BU], 1)
+    attention = torch.cat([inputs["prompt_mask"], texts.mask_BU.to(inputs["prompt_mask"].dtype)], 1)
+    width = texts.ids_BU.shape[1]
+    images = continued(image_inputs(inputs), inputs["prompt_ids"].shape[1], width)
+    images |= {key: inputs[key] for key in ("num_images", "num_tiles") if inputs.get(key) is not None}
+    return ids, attention, width, images
+
+
+def own_generation(
+    assignment: Assignment, batch: RolloutBatch, scored: dict[str, Any], objective: Objective, rank: int
+) -> Generation:
+    """One process's rows of the global credit, at its own width.
+
+    Args:
+      assignment: of the rows of all processes, of which each has as many.
+      batch: the rows of this process.
+      scored: what its teachers said, by view.
+      objective: whose terms these are.
+      rank: number of this process.
+    """
+    first = rank * len(batch.group_B)
+    rows, width = slice(first, first + len(batch.group_B)), batch.mask_BT.shape[1]
+    width_U = 0 if batch.demonstration is None else batch.demonstration.ids_BU.shape[1]
+    terms = narrowed([take_rows(term, rows) for term in assignment.terms], objective, width, width_U)
+    return Generation(Assignment(terms, assignment.metrics), batch, scored)
+
+
 def part_of(
     batch: RolloutBatch, assignment: Assignment, objective: Objective, rows: Tensor, width: int
 ) -> tuple[RolloutBatch, Assignment]:
@@ -121,17 +150,6 @@ def narrowed(credits: Sequence[TermCredit], objective: Objective, width: int, wi
     return tuple(cut)
 
 
-def without_heads(generation: Generation | None) -> Generation | None:
-    """The generation without the heads of frozen teachers, which give them again; a student's earlier head stays."""
-    if generation is None:
-        return None
-    kept = {
-        name: scores if isinstance(scores.head, KeptHead) and scores.head.is_earlier else replace(scores, head=None)
-        for name, scores in generation.scored.items()
-    }
-    return replace(generation, scored=kept)
-
-
 def parent_term(objective: Objective, args: Any) -> Term | None:
     """The term that TRL's own surrogate computes: the only policy term, unscaled and without candidates.
 
@@ -150,6 +168,23 @@ def parent_term(objective: Objective, args: Any) -> Term | None:
             "the reduction at token_mean (grpo, opd, opdvr, ...); leave loss_type at dapo, the method brings its own"
         )
     return policy[0] if single else None
+
+
+def parent_advantage(credit: TermCredit, mask_BT: Tensor, num_tokens: Tensor | None) -> Tensor:
+    """The advantage under which TRL's loss is the term's: TRL's denominator is divided out again.
+
+    Args:
+      credit: of the term that TRL's surrogate computes.
+      mask_BT: tokens that count.
+      num_tokens: by which TRL divides; None where it reduces in another way, which the method leaves to it.
+    """
+    if num_tokens is None:
+        return credit.value_BT
+    num_tokens = num_tokens.clamp(min=1)
+    uniform_BT = mask_BT.to(credit.share_BT.dtype) / num_tokens
+    if torch.allclose(credit.share_BT, uniform_BT, rtol=1e-6, atol=0):
+        return credit.value_BT
+    return credit.value_BT * credit.share_BT * num_tokens
 
 
 def corrected(assignment: Assignment, objective: Objective, ratio_BT: Tensor | None, taken: Term | None) -> Assignment:

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hybrid.collect import Rollout, Scorer, unchanged
+from hybrid.collect import Scorer, unchanged
 from hybrid.distributions import reverse_kl_of_logits
 from hybrid.errors import ConfigError
 from hybrid.objective.kl_trap import (
@@ -32,6 +32,7 @@ from hybrid.objective.kl_trap import (
     sampled_divergence,
     token_divergence,
 )
+from hybrid.rollouts import Rollout
 from teachers.local import LocalTeacher
 from teachers.protocol import Row
 

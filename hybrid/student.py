@@ -1,4 +1,4 @@
-"""The student's own forward over its rollouts: what must be measured before credit can be assigned."""
+"""The student's own forwards: what is measured before credit can be assigned, and what a loss asks and reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,11 +9,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hybrid.collect import Plan, StudentMeasures
+from hybrid.cutting import Piece, placed
 from hybrid.distributions import Request
 from hybrid.errors import ConfigError
 from hybrid.generation import IMAGE_KEYS
-from hybrid.micro_batches import Piece, placed
-from hybrid.objective.losses import Divergence
+from hybrid.objective.losses import Divergence, StudentPass
 from hybrid.types import View
 from teachers.scores import TeacherScores
 
@@ -129,3 +129,56 @@ def sampled_logps(
     with autocast():
         found = model(input_ids=ids, attention_mask=attention, distribution=request, **images)
     return found["logprobs"], found["entropies"] if compute_entropy else None, None
+
+
+def loss_request(
+    completion_BT: Int[Tensor, "B T"],
+    mask_BT: Bool[Tensor, "B T"],
+    temperature: float,
+    divergences: tuple[Divergence, ...],
+    teacher: TeacherScores | None,
+    view: View | None,
+    rows: Tensor | slice = slice(None),
+) -> Request:
+    """What the forward of a loss must measure of some rows.
+
+    Args:
+      completion_BT: sampled ids.
+      mask_BT: which of them count.
+      temperature: of the sampler.
+      divergences: that the loss reads.
+      teacher: its scores of the whole generation batch, in which the rows stand at `rows`.
+      view: its scores of these rows.
+      rows: numbers of the rows; all by default.
+    """
+    hidden_BTH = None if teacher is None else teacher.hidden_BTH
+    if hidden_BTH is not None:
+        hidden_BTH = hidden_BTH.to(mask_BT.device)[rows, : mask_BT.shape[1]]
+    return Request(
+        target_BT=completion_BT,
+        mask_BT=mask_BT,
+        temperature=temperature,
+        divergences=divergences,
+        teacher_hidden_BTH=hidden_BTH,
+        teacher_head=None if teacher is None else teacher.head,
+        support_ids_BTK=None if view is None else view.top_ids_BTK,
+        support_logprob_BTK=None if view is None else view.top_logprob_BTK,
+    )
+
+
+def student_pass(
+    measured: Mapping[str, Any], divergences: Sequence[Divergence], demonstration_BU: Tensor | None
+) -> StudentPass:
+    """The live student in the form the objective reads.
+
+    Args:
+      measured: what the forward of a loss gave.
+      divergences: that were asked for.
+      demonstration_BU: the log-probs of the demonstrations; None without any.
+    """
+    return StudentPass(
+        logprob_BT=measured["logprobs"],
+        candidate_logprob_BTK=measured.get("support_logprobs"),
+        divergence_BT={d: measured[f"divergence/{i}"] for i, d in enumerate(divergences)},
+        demonstration_logprob_BU=demonstration_BU,
+    )

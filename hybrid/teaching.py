@@ -25,9 +25,10 @@ from hybrid.teacher_config import (
     teachers_of,
 )
 from hybrid.tiny import Progress
-from hybrid.views import PromptStyle, Taught
+from hybrid.views import Taught
 from teachers.alignment import AlignedTeacher, paired_ends
 from teachers.cache import CachedTeacher
+from teachers.contexts import PromptStyle
 from teachers.local import LocalTeacher
 from teachers.protocol import Teacher
 
@@ -74,7 +75,7 @@ class Making:
         """What an experiment's teachers are made with; for the arguments see the attributes."""
         train = config.train
         sees_more = config.teacher is not None and any(block.context for block in teachers_of(config.teacher).values())
-        longest = None if train.max_prompt_length is None or sees_more else train.max_prompt_length
+        longest = None if sees_more else train.max_prompt_length
         return Making(
             temperature=train.temperature,
             folder=folder,
@@ -184,7 +185,7 @@ def one(config: LocalTeacherConfig | ServedTeacherConfig | RecordedTeacherConfig
     if isinstance(config, RecordedTeacherConfig):
         from teachers.recorded import RecordedTeacher
 
-        teacher: Teacher = RecordedTeacher(config.recorded)
+        teacher: Teacher = RecordedTeacher(config.recorded, name=name)
     elif isinstance(config, ServedTeacherConfig):
         teacher = served(config, name, making)
     else:

@@ -18,62 +18,52 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
 from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from hybrid.asking import prompts_shown, teacher_metrics, together
 from hybrid.checkpoints import PlacedSampler, begin, publish, random_state, set_random_state, writing
-from hybrid.collect import (
-    Plan,
-    Rollout,
-    StudentMeasures,
-    asked,
-    head_of,
-    join,
-    score_candidates,
-    score_views,
-    scorers_of,
-    to_view,
-)
+from hybrid.collect import Plan, StudentMeasures, asked, join, score_candidates, score_views, scorers_of, to_view
+from hybrid.contexts import Writer, judge_of
+from hybrid.cutting import Piece, even_pieces
 from hybrid.distributions import Request, add_distribution_head
 from hybrid.errors import ConfigError
+from hybrid.following import AfterUpdate
 from hybrid.gather import gather_batch, longest, padded
 from hybrid.generation import (
     IMAGE_KEYS,
     Generation,
     StepWatch,
+    after_prompts,
     check_run,
     check_scorers,
-    continued,
     corrected,
     image_inputs,
     largest_gap,
-    narrowed,
+    own_generation,
+    parent_advantage,
     parent_term,
     part_of,
     set_clipping,
-    without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
-from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take, tiled
-from hybrid.objective.losses import StudentPass
-from hybrid.objective.objective import Assignment, Objective
+from hybrid.micro_batches import MicroBatches, halves, logps_of, take, tiled
+from hybrid.objective.objective import Objective
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
-from hybrid.pictures import PICTURE_COLUMNS, pictures_of
+from hybrid.rollouts import Judged, Rollout, no_reward, rollouts_of
+from hybrid.run_state import read_state, teachers_with_state, with_heads, without_heads, write_state
 from hybrid.skips import Skips
-from hybrid.student import answered, measure_student, sampled_logps
-from hybrid.types import RolloutBatch, View, take_rows
-from hybrid.views import PromptStyle, Writer, judge_of, scorers_for
+from hybrid.student import answered, loss_request, measure_student, sampled_logps, student_pass
+from hybrid.types import Demonstration, RolloutBatch
+from hybrid.views import scorers_for
+from teachers.contexts import PromptStyle
 from teachers.errors import TeacherError
 from teachers.local import local_teachers
 from teachers.protocol import SAMPLED
 
 log = logging.getLogger(__name__)
-
-STATE_FILE = "hybrid_state_rank{rank}.pt"
 
 
 @dataclass
@@ -112,33 +102,6 @@ class HybridConfig(GRPOConfig):
                 f"loss_type cispo clips every ratio at epsilon_high = {epsilon_high}, which shrinks all gradients; "
                 "set epsilon_high to 1 or more (5.0 in its paper)"
             )
-
-
-def no_reward(prompts: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Stands where a method needs no reward; its zeros are never read."""
-    return [0.0] * len(prompts)
-
-
-class AfterUpdate(TrainerCallback):
-    """Tells self teachers (snapshots, running means) that the student has moved."""
-
-    def __init__(self, trainer: "HybridTrainer") -> None:
-        """Takes the trainer whose teachers follow the student."""
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The student is wrapped now, so teachers that share its weights can be."""
-        self.trainer.bind_teachers()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The prompts of this epoch stand in the order that it has in a run without a break."""
-        self.trainer.sampler.set_epoch(int(state.epoch or 0))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After each optimizer update."""
-        for teacher in {id(scorer.teacher): scorer.teacher for scorer in self.trainer.scorers.values()}.values():
-            if hasattr(teacher, "after_update"):
-                teacher.after_update(state.global_step)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class HybridTrainer(GRPOTrainer):
@@ -205,7 +168,7 @@ class HybridTrainer(GRPOTrainer):
         self.watch = watch
         self.method_state = self.objective.init()
         self.phases = Phases(progress)
-        self._captured: dict[str, Any] | None = None
+        self._judged: Judged | None = None
         self._generation: Generation | None = None
         self._evaluated: Generation | None = None
         self._request: Request | None = None
@@ -251,15 +214,12 @@ class HybridTrainer(GRPOTrainer):
             set_clipping(self, self._parent_term.loss)
 
     def _writer(self, contexts: Mapping[str, str]) -> Writer:
-        style = PromptStyle(arguments=dict(self.chat_template_kwargs))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        judge = judge_of(self.reward_funcs)
-        text_config = self.model.config.get_text_config()
         return Writer(
             tokenizer=self._tokenizer,
             processor=self._processor,
-            style=style,
-            max_length=getattr(text_config, "max_position_embeddings", None),
-            judge=judge,
+            style=PromptStyle(arguments=dict(self.chat_template_kwargs)),  # pyright: ignore[reportArgumentType, reportCallIssue]
+            max_length=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
+            judge=judge_of(self.reward_funcs),
             templates=contexts,
         )
 
@@ -288,11 +248,10 @@ class HybridTrainer(GRPOTrainer):
     @contextmanager
     def generating(self) -> Iterator[Any]:
         """The student as `generate` wants it, whole on every process whatever the engine; all processes enter."""
-        gather = self.args.ds3_gather_for_generation
         with unwrap_model_for_generation(
             self.model_wrapped,  # pyright: ignore[reportArgumentType]
             self.accelerator,
-            gather_deepspeed3_params=gather,
+            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
         ) as unwrapped:
             yield unwrapped
 
@@ -307,7 +266,7 @@ class HybridTrainer(GRPOTrainer):
         written, num_stopped = write_online(self, online, threshold, write, prompt_ids, images, others)
         counts = torch.tensor([[float(num_stopped), float(len(prompt_ids))]], device=self.accelerator.device)
         stopped, rows = self.accelerator.gather(counts).sum(0).tolist()
-        self._metrics["train"]["kl_trap/stopped"].append(stopped / rows)
+        self._note({"kl_trap/stopped": stopped / rows})
         return written
 
     def measure_rollouts(self, own: Sequence[Rollout]) -> tuple[RolloutBatch, dict[str, Any]]:
@@ -317,16 +276,18 @@ class HybridTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         with self.phases.timed("rewards"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._captured = {"inputs": inputs, "prompts": prompts, "ids": completion_ids_list, "rewards": rewards}
+        self._judged = Judged(inputs, prompts, completion_ids_list, rewards)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         before_generation = random_state()
         with self.phases.counting(self.model, "generation", self.max_completion_length or 0):
             out = super()._generate_and_score_completions(inputs)
-        captured, self._captured = self._captured, None
-        assert captured is not None, "TRL calls _calculate_rewards once per generation batch"
-        own = self._rollouts(out, captured)
+        judged, self._judged = self._judged, None
+        assert judged is not None, "TRL calls _calculate_rewards once per generation batch"
+        rank = self.accelerator.process_index
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        own = rollouts_of(out, judged, self.reward_weights, rank, size, self._tokenizer)
         everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
         try:
             batch, scored = self._measure(out, own, everyone)
@@ -344,49 +305,29 @@ class HybridTrainer(GRPOTrainer):
             assignment, state = self.objective.assign(whole, before)
         if self.model.training:
             self.method_state = state
-        self._note(assignment, scored, batch.student_logprob_BT)
+        self._note(self.phases.take())
+        self._note({name: total / count for name, (total, count) in assignment.metrics.items() if count})
+        self._note(teacher_metrics(scored, batch.student_logprob_BT))
         if (gap := largest_gap(out, batch.mask_BT)) is not None:
-            gaps = self.accelerator.gather(gap[None])
-            self._metrics["train" if self.model.training else "eval"]["sync/max_abs_gap"].append(float(gaps.max()))
+            self._note({"sync/max_abs_gap": float(self.accelerator.gather(gap[None]).max())})
         texts = self._demonstration_logprobs(out, batch) if self.watch is not None else None
         if self.watch is not None and self.accelerator.is_main_process and self.model.training:
             names = list(self.reward_func_names) if self.rewarded else []
-            rewards = captured["rewards"] if self.rewarded else None
+            rewards = judged.rewards_NF if self.rewarded else None
             self.watch(
                 StepWatch(batch.step, whole, assignment, self.objective, before, everyone, rewards, names, texts)
             )
-        generation = self._local(assignment, batch, scored, out)
+        generation = own_generation(assignment, batch, scored, self.objective, rank)
+        if self._parent_term is not None:
+            credit = generation.assignment.terms[self.objective.terms.index(self._parent_term)]
+            num_tokens = out["num_items_in_batch"] if self.loss_type == "dapo" else None
+            generation.policy_value_BT = parent_advantage(credit, batch.mask_BT, num_tokens)
         if self.model.training:
             self._generation = generation
         else:
             self._evaluated = generation
         out["hybrid_row"] = torch.arange(len(own), device=out["completion_ids"].device)
         return out
-
-    def _rollouts(self, out: Mapping[str, Any], captured: Mapping[str, Any]) -> list[Rollout]:
-        """The rows of this process, with group numbers that hold on every process."""
-        rewards_BF = captured["rewards"]
-        weights_F = self.reward_weights.to(rewards_BF.device)
-        reward_B = (rewards_BF * weights_F).nansum(1).masked_fill(rewards_BF.isnan().all(1), torch.nan)
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        first = self.accelerator.process_index * len(captured["inputs"])
-        rollouts = []
-        for row, example in enumerate(captured["inputs"]):
-            ids = captured["ids"][row]
-            rollouts.append(
-                Rollout(
-                    prompt=captured["prompts"][row],
-                    prompt_ids=tuple(out["prompt_ids"][row][out["prompt_mask"][row].bool()].tolist()),
-                    completion_ids=tuple(int(token) for token in ids),
-                    text=self._tokenizer.decode(ids, skip_special_tokens=True),
-                    group=(first + row) // size,
-                    position=(first + row) % size,
-                    reward=float(reward_B[first + row]),
-                    columns={k: v for k, v in example.items() if k not in ("prompt", *PICTURE_COLUMNS)},
-                    images=tuple(pictures_of(example)),
-                )
-            )
-        return rollouts
 
     def _measure(
         self, out: Mapping[str, Any], own: Sequence[Rollout], everyone: Sequence[Rollout], *, alone: bool = False
@@ -437,11 +378,11 @@ class HybridTrainer(GRPOTrainer):
         with self.phases.timed("student"):
             if not alone and old_BT is None and self._loss_sees_all:
                 view = None if scores is None else to_view(scores, mask_BT)
-                hidden = None if scores is None else scores.hidden_BTH
-                request = self._request_for(out["completion_ids"], mask_BT, scores, hidden, view)
+                divergences = self.objective.divergences
+                request = loss_request(out["completion_ids"], mask_BT, self.temperature, divergences, scores, view)
                 (whole,) = pieces = even_pieces(mask_BT, out["prompt_ids"].shape[1], len(mask_BT))
                 self._early = self._run(self.model_wrapped, out, whole, request)
-                run = partial(answered, self._early, self.objective.divergences)
+                run = partial(answered, self._early, divergences)
             return measure_student(run, out["completion_ids"], mask_BT, self.plan, scores, self.temperature, pieces)
 
     @property
@@ -465,30 +406,6 @@ class HybridTrainer(GRPOTrainer):
         attention = torch.cat([part["prompt_mask"], part["completion_mask"]], 1)
         with self.accelerator.autocast():
             return model(input_ids=ids, attention_mask=attention, distribution=request, **image_inputs(part))
-
-    def _local(
-        self, assignment: Assignment, batch: RolloutBatch, scored: dict[str, Any], out: dict[str, Any]
-    ) -> Generation:
-        """This process's rows of the global credit at its own width, and the advantage for TRL's surrogate."""
-        first = self.accelerator.process_index * len(batch.group_B)
-        rows, width = slice(first, first + len(batch.group_B)), batch.mask_BT.shape[1]
-        width_U = 0 if batch.demonstration is None else batch.demonstration.ids_BU.shape[1]
-        terms = narrowed([take_rows(term, rows) for term in assignment.terms], self.objective, width, width_U)
-        generation = Generation(Assignment(terms, assignment.metrics), batch, scored)
-        if self._parent_term is not None:
-            generation.policy_value_BT = self._parent_advantage(terms, batch, out)
-        return generation
-
-    def _parent_advantage(self, terms: Sequence[Any], batch: RolloutBatch, out: Mapping[str, Any]) -> Tensor:
-        """The advantage under which TRL's loss is our policy term: TRL's denominator is divided out again."""
-        index = self.objective.terms.index(self._parent_term)  # pyright: ignore[reportArgumentType]
-        value_BT, share_BT = terms[index].value_BT, terms[index].share_BT
-        if self.loss_type != "dapo":
-            return value_BT
-        uniform_BT = batch.mask_BT.to(share_BT.dtype) / out["num_items_in_batch"].clamp(min=1)
-        if torch.allclose(share_BT, uniform_BT, rtol=1e-6, atol=0):
-            return value_BT
-        return value_BT * share_BT * out["num_items_in_batch"].clamp(min=1)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -551,13 +468,14 @@ class HybridTrainer(GRPOTrainer):
             advantages = torch.zeros_like(batch.mask_BT, dtype=torch.float32)
         loss = super()._compute_loss(model, {**inputs, "advantages": advantages})
         measured, self._pass = self._pass, None
-        student = self._student_pass(model, inputs, batch, assignment, measured)
+        texts_BU = None if batch.demonstration is None else self._demonstrations(model, inputs, batch.demonstration)
+        student = student_pass(measured, self.objective.divergences, texts_BU)
         old_BT = inputs.get("old_per_token_logps")
         assignment = corrected(assignment, self.objective, inputs.get("importance_sampling_ratio"), self._parent_term)
         batch = replace(batch, student_logprob_BT=student.logprob_BT.detach() if old_BT is None else old_BT)
         own = self.objective.loss(assignment, batch, student)
         scale = self._micro_batches()
-        self._log_terms(own)
+        self._note_terms(own)
         per_generation = self.args.steps_per_generation or 1
         self.phases.tell("update", self._step % per_generation + 1, per_generation)
         kept = own.kl + own.sft + (own.policy if self._parent_term is None else 0)
@@ -577,41 +495,9 @@ class HybridTrainer(GRPOTrainer):
         if not self.objective.divergences and not candidates and (not self._streams or tiled(inputs)):
             return None
         scores = generation.scored.get(self.plan.distribution_view)
-        hidden = scores.hidden_BTH if scores is not None else None
-        if hidden is not None:
-            hidden = hidden.to(rows.device)[rows, : batch.mask_BT.shape[1]]
-        view = batch.views.get(self.plan.distribution_view)
-        return self._request_for(inputs["completion_ids"], batch.mask_BT, scores, hidden, view)
-
-    def _request_for(
-        self, completion_BT: Tensor, mask_BT: Tensor, scores: Any, hidden_BTH: Tensor | None, view: View | None
-    ) -> Request:
-        """What the loss's forward must measure of some rows, given the teacher's scores of the generation batch."""
-        return Request(
-            target_BT=completion_BT,
-            mask_BT=mask_BT,
-            temperature=self.temperature,
-            divergences=self.objective.divergences,
-            teacher_hidden_BTH=None if hidden_BTH is None else hidden_BTH.to(mask_BT.device),
-            teacher_head=None if scores is None else scores.head,
-            support_ids_BTK=None if view is None else view.top_ids_BTK,
-            support_logprob_BTK=None if view is None else view.top_logprob_BTK,
-        )
-
-    def _student_pass(
-        self, model: Any, inputs: Mapping[str, Any], batch: RolloutBatch, assignment: Assignment, measured: Any
-    ) -> StudentPass:
-        """The live student in the form the objective reads; runs the demonstrations of a likelihood term."""
-        divergences = {d: measured[f"divergence/{i}"] for i, d in enumerate(self.objective.divergences)}
-        demonstration_BU = None
-        if batch.demonstration is not None:
-            demonstration_BU = self._demonstrations(model, inputs, batch)
-        return StudentPass(
-            logprob_BT=measured["logprobs"],
-            candidate_logprob_BTK=measured.get("support_logprobs"),
-            divergence_BT=divergences,
-            demonstration_logprob_BU=demonstration_BU,
-        )
+        view, divergences = batch.views.get(self.plan.distribution_view), self.objective.divergences
+        ids, mask_BT = inputs["completion_ids"], batch.mask_BT
+        return loss_request(ids, mask_BT, self.temperature, divergences, scores, view, rows)
 
     @torch.no_grad()
     def _demonstration_logprobs(self, out: Mapping[str, Any], batch: RolloutBatch) -> Tensor | None:
@@ -619,18 +505,11 @@ class HybridTrainer(GRPOTrainer):
         if batch.demonstration is None:
             return None
         width = longest(batch.demonstration.mask_BU, self.accelerator.gather)
-        return self.accelerator.gather(padded(self._demonstrations(self.model, out, batch), width))
+        return self.accelerator.gather(padded(self._demonstrations(self.model, out, batch.demonstration), width))
 
-    def _demonstrations(self, model: Any, inputs: Mapping[str, Any], batch: RolloutBatch) -> Tensor:
+    def _demonstrations(self, model: Any, inputs: Mapping[str, Any], texts: Demonstration) -> Tensor:
         """Log-probs of each row's demonstration after its prompt."""
-        demonstration = batch.demonstration
-        assert demonstration is not None
-        mask = demonstration.mask_BU.to(inputs["prompt_mask"].dtype)
-        ids = torch.cat([inputs["prompt_ids"], demonstration.ids_BU], 1)
-        attention = torch.cat([inputs["prompt_mask"], mask], 1)
-        width = demonstration.ids_BU.shape[1]
-        images = continued(image_inputs(inputs), inputs["prompt_ids"].shape[1], width)
-        images |= {key: inputs[key] for key in ("num_images", "num_tiles") if inputs.get(key) is not None}
+        ids, attention, width, images = after_prompts(inputs, texts)
         return self._plain_logps(model, ids, attention, width, **images)[0]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -648,25 +527,17 @@ class HybridTrainer(GRPOTrainer):
 
     # --- what is noted ----------------------------------------------------------------------------------------------
 
-    def _note(self, assignment: Assignment, scored: Mapping[str, Any], student_logprob_BT: Tensor | None) -> None:
-        """Credit's metrics (already global) and what the teachers cost."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, seconds in self.phases.take().items():
-            metrics[name].append(seconds)
-        for name, (total, count) in assignment.metrics.items():
-            if count:
-                metrics[name].append(total / count)
-        for name, value in teacher_metrics(scored, student_logprob_BT).items():
-            metrics[name].append(value)
+    def _note(self, values: Mapping[str, float]) -> None:
+        """Puts down numbers of this step, which TRL averages and logs."""
+        for name, value in values.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
 
-    def _log_terms(self, own: Any) -> None:
+    def _note_terms(self, own: Any) -> None:
         """The three sums over the whole generation batch, as `hybrid explain` would print them."""
-        mode = "train" if self.model.training else "eval"
         scale = self.args.steps_per_generation if self.model.training else 1
         parts = torch.stack([own.policy, own.kl, own.sft]).detach()
         total = self.accelerator.reduce(parts, reduction="sum") * scale
-        for name, value in zip(("policy", "kl", "sft"), total.tolist(), strict=True):
-            self._metrics[mode][f"loss/{name}"].append(value)
+        self._note(dict(zip(("loss/policy", "loss/kl", "loss/sft"), total.tolist(), strict=True)))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -688,7 +559,7 @@ class HybridTrainer(GRPOTrainer):
                 self._staging = ""
             folder = staged / f"checkpoint-{step}"
             folder.mkdir(exist_ok=True)
-            torch.save(self._own_state(), folder / STATE_FILE.format(rank=self.accelerator.process_index))
+            write_state(self._own_state(), folder, self.accelerator.process_index)
             publish(folder, root, self.args.save_total_limit)
 
     def _keep(self, state: Mapping[str, Any]) -> None:
@@ -710,42 +581,19 @@ class HybridTrainer(GRPOTrainer):
             "skips": self._skips.total,
             "buffered": None if used_up else self._buffered_inputs,
             "generation": None if used_up else without_heads(self._generation),
-            "teachers": {name: teacher.state_dict() for name, teacher in self._own_teachers().items()},
+            "teachers": {name: teacher.state_dict() for name, teacher in teachers_with_state(self.scorers).items()},
         }
-
-    def _own_teachers(self) -> dict[str, Any]:
-        """The teachers that have a state, each under the first view that it scores."""
-        found: dict[int, tuple[str, Any]] = {}
-        for name, scorer in self.scorers.items():
-            if hasattr(scorer.teacher, "state_dict"):
-                found.setdefault(id(scorer.teacher), (name, scorer.teacher))
-        return dict(found.values())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self.bind_teachers()
         if checkpoint is None:
             return
-        path = os.path.join(checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
-        if not os.path.exists(path):
-            raise ConfigError(
-                f"{path} is missing: {checkpoint} was not written by HybridTrainer with as many processes as now; "
-                "resume with the same number of processes"
-            )
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=False)
+        state = read_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
         self.method_state = state["method_state"]
         self._step = state["micro_step"]
         self._skips.total = state["skips"]
         self._buffered_inputs = state["buffered"]
-        self._generation = state["generation"]
-        self._restore_heads()
-        for name, teacher in self._own_teachers().items():
+        self._generation = with_heads(state["generation"], self.scorers)
+        for name, teacher in teachers_with_state(self.scorers).items():
             teacher.load_state_dict(state["teachers"][name])
-
-    def _restore_heads(self) -> None:
-        """A head is code, not state: the teacher that made the hidden states gives it again."""
-        if self._generation is None:
-            return
-        for name, scores in self._generation.scored.items():
-            if scores.hidden_BTH is not None and scores.head is None:
-                self._generation.scored[name] = replace(scores, head=head_of(self.scorers[name]))

@@ -66,19 +66,28 @@ class RoutedTeacher:
                 f"router {self.name!r} has {len(self.teachers)} teachers with heads of their own, so it has no single "
                 "distribution; use a method on sampled tokens, top_k or candidates"
             )
-        names = [self.teacher_of(i, row) for i, row in enumerate(rows)]
-        shown = [row.seen(name) for row, name in zip(rows, names, strict=True)]
-        chosen = {
-            name: [i for i, own in enumerate(names) if own == name and shown[i] is not None] for name in self.teachers
-        }
+        seen = self.seen(rows)
+        chosen = {name: list(own) for name, own in seen.items()}
         questions = [
-            (teacher, [row for i in chosen[name] if (row := shown[i]) is not None], _part_of(want, chosen[name]))
+            (teacher, list(seen[name].values()), _part_of(want, chosen[name]))
             for name, teacher in self.teachers.items()
         ]
         answers = dict(zip(self.teachers, _asked(questions), strict=True))
         for name, own in chosen.items():
             self._num_rows[name] += len(own)
         return _merged(rows, chosen, answers)
+
+    def seen(self, rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
+        """The rows that each teacher is asked about, as it sees them, by their place in `rows`.
+
+        Raises:
+          TeacherError: see `teacher_of`.
+        """
+        names = [self.teacher_of(i, row) for i, row in enumerate(rows)]
+        return {
+            name: {i: own for i, row in enumerate(rows) if names[i] == name and (own := row.seen(name)) is not None}
+            for name in self.teachers
+        }
 
     @property
     def inner_teachers(self) -> tuple[Teacher, ...]:
@@ -170,12 +179,8 @@ class WeightedTeachers:
                 f"weighted teachers {self.name!r} combine log-probs of sampled tokens alone: their supports differ. "
                 "Use a method on sampled tokens, route each row to one teacher, or give each teacher a term of its own"
             )
-        shown = [[row.seen(name) for name in self.teachers] for row in rows]
-        picked = [i for i, row in enumerate(shown) if None not in row]
-        questions = [
-            (teacher, [row for i in picked if (row := shown[i][k]) is not None], SAMPLED)
-            for k, (_, teacher) in enumerate(self.teachers.values())
-        ]
+        seen = self.seen(rows)
+        questions = [(teacher, list(seen[name].values()), SAMPLED) for name, (_, teacher) in self.teachers.items()]
         answers = dict(zip(self.teachers, _asked(questions), strict=True))
         temperature = _one_temperature(answers)
         device = _device(answers)
@@ -194,7 +199,17 @@ class WeightedTeachers:
             stats=_stats(answers),
             parts=parts,
         )
+        picked = list(next(iter(seen.values())))
         return scores.placed(picked, len(rows), max((len(row.completion_ids) for row in rows), default=0))
+
+    def seen(self, rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
+        """The rows that every teacher is asked about, as each sees them, by their place in `rows`."""
+        shown = {name: [row.seen(name) for row in rows] for name in self.teachers}
+        blind = {i for own in shown.values() for i, row in enumerate(own) if row is None}
+        return {
+            name: {i: row for i, row in enumerate(own) if row is not None and i not in blind}
+            for name, own in shown.items()
+        }
 
     @property
     def inner_teachers(self) -> tuple[Teacher, ...]:

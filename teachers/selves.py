@@ -6,7 +6,8 @@ weights. All four score through `teachers.scoring`, on the student's own module.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -18,47 +19,43 @@ from teachers.scoring import Scorer, ScoreSettings
 from teachers.shadow import ShadowWeights
 
 
+@dataclass(eq=False, repr=False)
 class LiveTeacher:
-    """The student with its present weights.
+    """The student with its present weights; nothing is copied or frozen.
 
     Under the student's own prompt its gap is zero by construction: see `refuse_identical`.
+
+    Attributes:
+      model: the student, without the wrappers of DDP or DeepSpeed.
+      tokenizer: kept for the preflight.
+      name: by which messages and metrics know this teacher.
+      settings: how to score.
+      processor: makes tensors of the rows' images.
+      forward_module: the student as wrapped, where its forward must go through the wrapper (DeepSpeed ZeRO-3).
     """
 
-    is_live = True
+    is_live: ClassVar[bool] = True
     """Whether the weights are the student's present ones."""
 
-    fingerprint: str | None = None
+    fingerprint: ClassVar[str | None] = None
     """None: the weights change, so no score may be kept for later."""
 
-    needs_extra_tokens = 0
-    max_logprobs: int | None = None
+    needs_extra_tokens: ClassVar[int] = 0
+    max_logprobs: ClassVar[int | None] = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        *,
-        name: str = "self",
-        settings: ScoreSettings | None = None,
-        processor: Any = None,
-        forward_module: nn.Module | None = None,
-    ):
-        """Takes the student's module; nothing is copied or frozen.
+    model: nn.Module
+    tokenizer: Any = None
+    name: str = field(default="self", kw_only=True)
+    settings: ScoreSettings = field(default_factory=ScoreSettings, kw_only=True)
+    processor: Any = field(default=None, kw_only=True)
+    forward_module: nn.Module | None = field(default=None, kw_only=True)
 
-        Args:
-          model: the student, without the wrappers of DDP or DeepSpeed.
-          tokenizer: kept for the preflight.
-          name: by which messages and metrics know this teacher.
-          settings: how to score; temperature 1 where None.
-          processor: makes tensors of the rows' images.
-          forward_module: the student as wrapped, where its forward must go through the wrapper (DeepSpeed ZeRO-3).
-        """
-        self.name = name
-        self.tokenizer = tokenizer
-        self.settings = ScoreSettings() if settings is None else settings
-        self.model = model
-        images = None if processor is None else ImageInputs.of(processor, model)
-        self._scorer = Scorer(model, self.settings, name=name, images=images, forward_module=forward_module)
+    def __post_init__(self) -> None:
+        """Reads what the model is made of."""
+        images = None if self.processor is None else ImageInputs.of(self.processor, self.model)
+        self._scorer = Scorer(
+            self.model, self.settings, name=self.name, images=images, forward_module=self.forward_module
+        )
 
     @property
     def max_model_len(self) -> int | None:
@@ -102,25 +99,16 @@ class LiveTeacher:
         yield
 
 
+@dataclass(eq=False, repr=False)
 class _ShadowTeacher(LiveTeacher):
     """A student whose trained weights are exchanged for a second set while it scores."""
 
     is_live = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        name: str,
-        settings: ScoreSettings | None,
-        processor: Any,
-        forward_module: nn.Module | None,
-    ):
-        super().__init__(
-            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
-        )
-        self._shadow = ShadowWeights(model)
+    def __post_init__(self) -> None:
+        """Copies the trained weights."""
+        super().__post_init__()
+        self._shadow = ShadowWeights(self.model)
         self._step = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,40 +136,25 @@ class _ShadowTeacher(LiveTeacher):
             yield
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SnapshotTeacher(_ShadowTeacher):
-    """The student as it was after the last step that is a multiple of `every`; at first as it is when this is made."""
+    """The student as it was after the last step that is a multiple of `every`; at first as it is when this is made.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        *,
-        every: int,
-        name: str = "snapshot",
-        settings: ScoreSettings | None = None,
-        processor: Any = None,
-        forward_module: nn.Module | None = None,
-    ):
-        """Copies the trained weights.
+    Attributes:
+      every: optimizer steps between two copies, at least 1. The others are those of `LiveTeacher`.
 
-        Args:
-          model: see `LiveTeacher`, as are those not named here.
-          tokenizer: kept for the preflight.
-          every: optimizer steps between two copies, at least 1.
-          name: by which messages and metrics know this teacher.
-          settings: how to score.
-          processor: makes tensors of the rows' images.
-          forward_module: the student as wrapped.
+    Raises:
+      TeacherError: `every` is below 1, or the weights cannot be copied (see `ShadowWeights`).
+    """
 
-        Raises:
-          TeacherError: `every` is below 1, or the weights cannot be copied (see `ShadowWeights`).
-        """
-        if every < 1:
-            raise TeacherError(f"every must be at least 1 step; got {every}")
-        super().__init__(
-            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
-        )
-        self.every = every
+    name: str = "snapshot"
+    every: int
+
+    def __post_init__(self) -> None:
+        """Copies the trained weights."""
+        if self.every < 1:
+            raise TeacherError(f"every must be at least 1 step; got {self.every}")
+        super().__post_init__()
 
     def after_update(self, step: int) -> None:
         """Copies the student where `step` has reached the next multiple of `every`; a repeated step does nothing."""
@@ -190,42 +163,29 @@ class SnapshotTeacher(_ShadowTeacher):
         self._step = max(step, self._step)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class EmaTeacher(_ShadowTeacher):
-    """A running average of the student: after each step teacher = decay * teacher + (1 - decay) * student."""
+    """A running average of the student: after each step teacher = decay * teacher + (1 - decay) * student.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        *,
-        decay: float,
-        name: str = "ema",
-        settings: ScoreSettings | None = None,
-        processor: Any = None,
-        forward_module: nn.Module | None = None,
-    ):
-        """Starts from the student's present weights.
+    It starts from the student's present weights.
 
-        Args:
-          model: see `LiveTeacher`, as are those not named here.
-          tokenizer: kept for the preflight.
-          decay: share of the teacher that is kept at each step, in [0, 1).
-          name: by which messages and metrics know this teacher.
-          settings: how to score.
-          processor: makes tensors of the rows' images.
-          forward_module: the student as wrapped.
+    Attributes:
+      decay: share of the teacher that is kept at each step, in [0, 1). The others are those of `LiveTeacher`.
 
-        Raises:
-          TeacherError: `decay` is out of range, or the weights cannot be copied (see `ShadowWeights`).
-        """
-        if not 0 <= decay < 1:
+    Raises:
+      TeacherError: `decay` is out of range, or the weights cannot be copied (see `ShadowWeights`).
+    """
+
+    name: str = "ema"
+    decay: float
+
+    def __post_init__(self) -> None:
+        """Copies the trained weights."""
+        if not 0 <= self.decay < 1:
             raise TeacherError(
-                f"decay must be in [0, 1); got {decay}. With 0.95 the teacher goes 5% of the way at each step"
+                f"decay must be in [0, 1); got {self.decay}. With 0.95 the teacher goes 5% of the way at each step"
             )
-        super().__init__(
-            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
-        )
-        self.decay = decay
+        super().__post_init__()
 
     def after_update(self, step: int) -> None:
         """Moves towards the student; a repeated step does nothing."""
@@ -234,42 +194,26 @@ class EmaTeacher(_ShadowTeacher):
             self._step = step
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class AdapterOffTeacher(LiveTeacher):
-    """The base model under a PEFT adapter: the student before its training, at no cost in memory."""
+    """The base model under a PEFT adapter: the student before its training, at no cost in memory.
+
+    Raises:
+      TeacherError: the model has no adapter that could be switched off.
+    """
 
     is_live = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any = None,
-        *,
-        name: str = "base",
-        settings: ScoreSettings | None = None,
-        processor: Any = None,
-        forward_module: nn.Module | None = None,
-    ):
-        """Takes a PEFT student.
+    name: str = "base"
 
-        Args:
-          model: see `LiveTeacher`, as are those not named here.
-          tokenizer: kept for the preflight.
-          name: by which messages and metrics know this teacher.
-          settings: how to score.
-          processor: makes tensors of the rows' images.
-          forward_module: the student as wrapped.
-
-        Raises:
-          TeacherError: the model has no adapter that could be switched off.
-        """
-        if not hasattr(model, "disable_adapter"):
+    def __post_init__(self) -> None:
+        """Looks for the adapter."""
+        if not hasattr(self.model, "disable_adapter"):
             raise TeacherError(
-                f"{type(model).__name__} has no adapter to switch off; train with LoRA, or use a local teacher with "
-                "the student's first weights"
+                f"{type(self.model).__name__} has no adapter to switch off; train with LoRA, or use a local teacher "
+                "with the student's first weights"
             )
-        super().__init__(
-            model, tokenizer, name=name, settings=settings, processor=processor, forward_module=forward_module
-        )
+        super().__post_init__()
 
     @contextmanager
     def _weights(self) -> Iterator[None]:

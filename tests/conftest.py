@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 # what the hub has is not asked in tests; it is read when transformers is imported, so it stands before all else
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,8 @@ if threading.current_thread() is threading.main_thread():
     # A shell that starts the tests in the background has them ignore ctrl-C, and so would what they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import pytest
+import torch
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -25,3 +28,12 @@ install_import_hook("hybrid", f"{typechecks.__name__}.checked")
 
 settings.register_profile("repeatable", derandomize=True, max_examples=12, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_precision() -> Iterator[None]:
+    """Numbers are float32, whatever a test file before this one has left; folders of mathematics have float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)

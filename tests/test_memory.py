@@ -12,14 +12,6 @@ SIZES = Sizes(rows=4, tokens=1024, hidden=32, vocab=8_000)
 OURS = [case for case in CASES if "TRL" not in case]
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def test_what_is_counted_is_what_is_held_at_once():
     def hold():
         first = torch.zeros(1000)

@@ -11,16 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid.cutting import MOST_PADDING, cut_rows, lengths_of, padded_tokens, padding_share
 from hybrid.errors import ConfigError
-from hybrid.micro_batches import (
-    MOST_PADDING,
-    check_settings,
-    cut_rows,
-    lengths_of,
-    padded_tokens,
-    padding_share,
-    refuse_tiles,
-)
+from hybrid.micro_batches import check_settings, refuse_tiles
 from hybrid.plan import plan_lines
 from hybrid.read_config import read_experiment
 from hybrid.teacher_config import LocalTeacherConfig
@@ -37,14 +30,6 @@ from tests.trainer.test_rollout_engines import Drifting, first_step
 TOLERANCE = 1e-6
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo", "cispo"]
 HOW_CUT = ("micro_batches/number", "micro_batches/padding")
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
 
 
 # --- how rows are cut -------------------------------------------------------------------------------------------------

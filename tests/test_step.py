@@ -5,16 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.step import KINDS, SETTINGS, Turns, Work, growth, interval, made_batch, run_steps
+from benchmarks.credit import SETTINGS, growth, made_batch
+from benchmarks.step import KINDS, Turns, Work, interval, run_steps
 from hybrid.methods import METHODS, method_of
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Operations(TorchDispatchMode):

@@ -31,14 +31,6 @@ from hybrid.tiny_tasks import (
 TOKENIZER = tiny_tokenizer()
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 @pytest.fixture
 def hasty(monkeypatch, tmp_path):
     """Recipes that are content after ten batches of four, in a cache of their own."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -27,14 +26,6 @@ from teachers.processors import PictureProcessor, load_processor
 from teachers.protocol import Row
 
 ANSWER = r"#(\d+)$"
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="module")

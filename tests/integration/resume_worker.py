@@ -19,8 +19,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 from hybrid.checkpoints import newest_good
 from hybrid.methods import method_of
+from hybrid.methods.base import ViewSpec
 from hybrid.trainer import HybridConfig, HybridTrainer
-from hybrid.views import ViewSpec
 from teachers.local import LocalTeacher
 from tests.tiny_models import coin, model, prompts, tokenizer
 

@@ -14,14 +14,6 @@ from tests.tiny_models import model
 from tests.tiny_vision_models import FAMILIES, vision_model
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def logprobs_alongside(teacher, rows):
     """[R, T] of completions of one length, token by token."""
     reader = teacher.alongside()

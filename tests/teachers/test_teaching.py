@@ -1,5 +1,6 @@
 """Teachers as an experiment's settings make them: what they are asked, under which prompts, and by whom."""
 
+import json
 from contextlib import ExitStack
 
 import pytest
@@ -8,9 +9,10 @@ from datasets import Dataset
 from transformers import MistralConfig, MistralForCausalLM
 
 from hybrid.config import ExperimentConfig
+from hybrid.contexts import Writer
 from hybrid.errors import ConfigError
+from hybrid.rollouts import Rollout
 from hybrid.teaching import Making, is_chat, taught, teacher_of
-from hybrid.views import Rollout, Writer
 from teachers.alignment import end_of_turn, paired_ends
 from teachers.errors import TeacherError
 from teachers.protocol import Row
@@ -123,6 +125,20 @@ def test_each_of_several_teachers_sees_its_own_prompt(student, other, tmp_path):
         alone = routed.teacher.teachers["other"].score([own])
     assert scores.logprob_BT[1].tolist() == alone.logprob_BT[0].tolist()
     assert scores.valid_BT[0].all()
+
+
+def test_recorded_teachers_are_known_by_their_names_in_the_file(student, tmp_path):
+    blocks = {}
+    for name, prompt_ids, logprob in (("a", [1], -0.5), ("b", [2], -1.5)):
+        record = {"prompt_ids": prompt_ids, "completion_ids": [3], "logprobs": [logprob]}
+        (tmp_path / name).write_text(json.dumps(record) + "\n")
+        blocks[name] = {"recorded": str(tmp_path / name)}
+    config = experiment(student, teacher={"teachers": blocks, "weights": {"a": 3.0, "b": 1.0}})
+    row = Row(prompt_ids=(1,), completion_ids=(3,), seen_by=(("b", Row(prompt_ids=(2,), completion_ids=(3,))),))
+    with teacher_of(config, folder=tmp_path, student=student) as weighted:
+        scores = weighted.teacher.score([row])
+    assert scores.parts.keys() == {"a", "b"}
+    assert scores.logprob_BT.tolist() == [[(3 * -0.5 + -1.5) / 4]]
 
 
 def test_a_self_teacher_stands_alone(student, tmp_path):

@@ -6,10 +6,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hybrid.asking import prompts_shown
+from hybrid.contexts import Writer
 from hybrid.methods import method_of
 from hybrid.methods.base import ViewSpec
+from hybrid.rollouts import Rollout
 from hybrid.trainer import HybridConfig, HybridTrainer
-from hybrid.views import Taught
+from hybrid.views import Taught, taught_scorer
 from teachers.contexts import ContextTooLong
 from teachers.errors import TeacherUnavailable
 from teachers.local import LocalTeacher
@@ -71,6 +74,52 @@ def test_a_prompt_of_each_privileged_view_is_shown_once(tmp_path):
     (line,) = said
     assert line.startswith("the view teacher sees: ")
     assert line.replace(" ", "").endswith(("'aa='", "'bb='"))
+
+
+def shown_by(teacher, parts, rollouts):
+    writer = Writer(tokenizer=tokenizer())
+    scorer = taught_scorer(Taught(teacher=teacher, spec=ViewSpec("teacher"), parts=parts), writer, lambda options: None)
+    texts = prompts_shown({"teacher": scorer}, rollouts, rollouts, tokenizer())
+    return [text.replace(" ", "") for text in texts]
+
+
+def asked_by(topic, prompt, **columns):
+    ids = tuple(tokenizer().encode(prompt))
+    return Rollout(
+        prompt=prompt, prompt_ids=ids, completion_ids=(3,), text="1", group=0, position=0, reward=0.0,
+        columns={"topic": topic, **columns},
+    )  # fmt: skip
+
+
+def part(name, column=None):
+    spec = ViewSpec("teacher") if column is None else ViewSpec("teacher", "column", {"column": column})
+    return Taught(teacher=local(name=name), spec=spec)
+
+
+def test_a_prompt_of_each_of_several_teachers_is_shown_as_it_sees_it():
+    parts = {"x": part("x", "long"), "y": part("y"), "z": part("z", "short")}
+    teachers = {name: own.teacher for name, own in parts.items()}
+    rollouts = [
+        asked_by("y", "b=", long="no", short="none"),
+        asked_by("x", "a=", long="aaa=", short="no"),
+        asked_by("x", "c=", long="ccc=", short="no"),
+    ]
+    # z has no row of its own yet: it is shown as it would see the first
+    assert shown_by(RoutedTeacher(teachers, "topic"), parts, rollouts) == [
+        "theteacherxoftheviewteachersees:'aaa='",
+        "theteacheryoftheviewteachersees:'b='",
+        "theteacherzoftheviewteachersees:'none'",
+    ]
+
+
+def test_weighted_teachers_are_shown_with_a_row_that_all_see():
+    parts = {"x": part("x", "long"), "y": part("y")}
+    weighted = WeightedTeachers([(1.0, own.teacher) for own in parts.values()])
+    rollouts = [asked_by("y", "b=", long=None), asked_by("x", "a=", long="aaa=")]
+    assert shown_by(weighted, parts, rollouts) == [
+        "theteacherxoftheviewteachersees:'aaa='",
+        "theteacheryoftheviewteachersees:'a='",
+    ]
 
 
 def logged(trainer):

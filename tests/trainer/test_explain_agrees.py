@@ -4,7 +4,6 @@ import string
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 
 from hybrid.explain import explain
@@ -42,14 +41,6 @@ VARIANTS = {
     "shaping return to go": {"name": "shaping", "estimator": "return_to_go"},
 }
 CASES = {**{name: {"name": name, **SETTINGS.get(name, {})} for name in METHODS}, **VARIANTS}
-
-
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
 
 
 def rows() -> Dataset:

@@ -23,14 +23,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_student_runs_no_oftener_than_it_must(tmp_path, monkeypatch, case):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # responses that are given, not generated

@@ -25,14 +25,6 @@ TRAP = {"window": 3, "patience": 2, "n_exempt": 2, "min_samples": 1, "warmup_ste
 LENGTH = 24
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def built(
     tmp_path, *, teacher=None, rewards=(), tokens=None, student=None, data=None, watch=None, **settings: Any
 ) -> HybridTrainer:

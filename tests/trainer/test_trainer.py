@@ -13,14 +13,6 @@ from teachers.protocol import SAMPLED
 from tests.tiny_models import coin, model, prompts, tokenizer
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def train(
     tmp_path, method, *, teacher=True, rewards=(coin,), steps=3, seed=3, student=0, watch=None, peft=None, **settings
 ):

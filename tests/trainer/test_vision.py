@@ -20,14 +20,6 @@ from tests.tiny_vision_models import FAMILIES, pictured_prompts, vision_model
 SETTINGS = {"kat": {"window": 2, "patience": 1, "min_samples": 4, "warmup_steps": 1, "n_exempt": 1}}
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
 def train(tmp_path, method, *, family="qwen3_vl", steps=1, watch=None, rewards=(coin,), teacher=None, **settings):
     settings = {"per_device_train_batch_size": 16, "num_generations": 4, "shuffle_dataset": False, **settings}
     args = HybridConfig(
