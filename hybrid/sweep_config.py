@@ -47,7 +47,9 @@ class SweepConfig(Settings):
         default_factory=dict, description="Methods (by label) that run on these tasks alone."
     )
     jobs: int | None = Field(default=None, ge=1, description="Cells at once; null is one per core or GPU.")
-    target: float | None = Field(default=None, description="Accuracy to reach, for the costs; null is the baseline's.")
+    target: float | None = Field(
+        default=None, ge=0, le=1, description="Accuracy to reach, for the costs; null is the baseline's."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
