@@ -107,13 +107,25 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    served: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A vLLM server whose model is judged; its key, if it has one, stands in HYBRID_TEACHER_API_KEY.",
+            show_default=False,
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="The model as that server calls it.", show_default="its first")
+    ] = None,
 ) -> None:
-    """Measures the held-out accuracy of a student or of a checkpoint: avg@k and pass@k, with intervals."""
-    from hybrid.launch import evaluate_experiment
+    """Measures the held-out accuracy of a student, a checkpoint or a served model: avg@k and pass@k, with intervals."""
+    from hybrid.eval_command import evaluate_experiment
     from hybrid.read_config import read_experiment
 
     config = read_experiment(file, settings or [])
-    raise typer.Exit(evaluate_experiment(config, source=file, checkpoint=checkpoint))
+    found = evaluate_experiment(config, source=file, checkpoint=checkpoint, served=served, served_model=served_model)
+    raise typer.Exit(found)
 
 
 @app.command()
@@ -181,7 +193,9 @@ def ui(
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The sweep's YAML file.", show_default=False)],
     settings: Settings = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells at once.", show_default="one per core")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cells at once.", show_default="one per GPU, or per core")
+    ] = None,
 ) -> None:
     """Runs a grid of methods, settings and seeds from one file; a second start goes on with what is missing."""
     from hybrid.sweep import run_sweep

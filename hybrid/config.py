@@ -143,7 +143,12 @@ class EvaluateConfig(Settings):
     temperature: float = Field(default=1.0, ge=0, description="Of the responses; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the responses.")
     max_completion_length: int | None = Field(default=None, ge=1, description="Null is that of the training.")
-    batch_size: int = Field(default=64, ge=1, description="Responses generated at once per process.")
+    batch_size: int = Field(
+        default=64,
+        ge=1,
+        description="Responses generated at once per process, each batch with a seed of its own: another size draws "
+        "other responses.",
+    )
     success_at: float = Field(default=1.0, description="A weighted reward of at least this is a right answer.")
 
 

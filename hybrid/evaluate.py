@@ -34,7 +34,7 @@ class Sampling:
       temperature: 0 is greedy.
       top_p: nucleus.
       batch_size: responses generated at once.
-      seed: of the sampler; the same seed gives the same responses of the same model.
+      seed: of the sampler; with the same batch size the same seed gives the same responses of the same model.
       success_at: a weighted reward of at least this is a right answer.
     """
 
@@ -155,7 +155,8 @@ def evaluate(
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         completions = generated(model, tokenizer, rows, sampling, chat_template_kwargs or {}, report)
     model.train(was_training)
-    return from_main(lambda: scored(rows, completions, tokenizer, rewards, sampling))
+    ends = end_tokens(model, tokenizer_of(tokenizer))
+    return from_main(lambda: scored(rows, completions, tokenizer, rewards, sampling, ends))
 
 
 def generated(
@@ -228,11 +229,46 @@ def scored(
     tokenizer: Any,
     rewards: Sequence[Any],
     sampling: Sampling,
+    ends: frozenset[int] | None = None,
 ) -> Evaluation:
-    """Rewards of all responses, put into P rows of K."""
+    """Responses as ids, with their rewards; `ends` are the ids that end one, else the tokenizer's."""
+    ends = end_tokens(None, tokenizer_of(tokenizer)) if ends is None else ends
+    return judged(
+        rows,
+        tokenizer.batch_decode(completions, skip_special_tokens=True),
+        [list(ids) for ids in completions],
+        [len(ids) for ids in completions],
+        [len(ids) >= sampling.max_completion_length and not (ids and ids[-1] in ends) for ids in completions],
+        rewards,
+        sampling,
+    )
+
+
+def judged(
+    rows: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    completions: Sequence[list[int]],
+    num_tokens: Sequence[int],
+    truncated: Sequence[bool],
+    rewards: Sequence[Any],
+    sampling: Sampling,
+) -> Evaluation:
+    """Rewards of all responses, put into P rows of K.
+
+    Args:
+      rows: the prompt of each response, with the rewards' columns.
+      texts: the responses.
+      completions: their ids, for rewards that read them.
+      num_tokens: their lengths.
+      truncated: which of them hit the limit.
+      rewards: reward functions with a `weight`.
+      sampling: how they were drawn.
+
+    Raises:
+      RewardError: there is no reward, or one fails.
+    """
     if not rewards:
         raise RewardError("an evaluation needs a reward; name one under rewards, or write evaluate: null")
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     shown = [
         t if isinstance(r["prompt"], str) else [{"role": "assistant", "content": t}]
         for r, t in zip(rows, texts, strict=True)
@@ -243,7 +279,7 @@ def scored(
         values = reward(
             prompts=[row["prompt"] for row in rows],
             completions=shown,
-            completion_ids=[list(ids) for ids in completions],
+            completion_ids=list(completions),
             **columns,
         )
         value_N = np.array([np.nan if value is None else float(value) for value in values])
@@ -251,14 +287,11 @@ def scored(
         known_N |= ~np.isnan(value_N)
     shape = (len(rows) // sampling.samples, sampling.samples)
     reward_PK = np.where(known_N, total_N, np.nan).reshape(shape)
-    length_N = np.array([len(ids) for ids in completions])
-    ends = end_tokens(None, tokenizer_of(tokenizer))
-    whole = [bool(ids) and ids[-1] in ends for ids in completions]
     return Evaluation(
         reward_PK=reward_PK,
         right_PK=np.nan_to_num(reward_PK, nan=-np.inf) >= sampling.success_at,
-        length_PK=length_N.reshape(shape),
-        truncated_PK=((length_N >= sampling.max_completion_length) & ~np.array(whole)).reshape(shape),
+        length_PK=np.array(num_tokens, dtype=int).reshape(shape),
+        truncated_PK=np.array(truncated, dtype=bool).reshape(shape),
         texts=[texts[start : start + sampling.samples] for start in range(0, len(texts), sampling.samples)],
         sampling=sampling,
     )

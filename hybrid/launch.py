@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-import orjson
 import torch
 import transformers
 from rich.console import Console
@@ -20,15 +19,16 @@ from hybrid.plan import plan_lines
 from hybrid.preflights import preflight_lines
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
+from hybrid.run_notes import experiment_note, note
 from hybrid.silent import Silent
 from hybrid.sources import held_out_prompts, model_folder, shared_prompts, training_prompts
 from hybrid.stopping import Stop
-from hybrid.summary_table import print_evaluation, print_outcomes
+from hybrid.summary_table import print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main, loss_told
 from hybrid.tracking import Tracker, replay
-from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
+from hybrid.training import Setting, saved, train_method
 from hybrid.training_args import needs_vllm
 
 
@@ -143,58 +143,6 @@ def start_processes(
         return launch(config.engine, command, nodes)
 
 
-def evaluate_experiment(config: ExperimentConfig, *, source: Path, checkpoint: str | None = None) -> int:
-    """Measures a student of an experiment on its held-out prompts, and notes the result in MLflow and in a file.
-
-    Args:
-      config: the experiment, checked.
-      source: its file, for messages.
-      checkpoint: folder of a model; None is the student before its training.
-
-    Returns:
-      The exit code 0.
-
-    Raises:
-      ConfigError: the experiment evaluates nothing.
-      DataError: there is no model.
-    """
-    quiet()
-    console = Console()
-    held_out = held_out_prompts(config)
-    if held_out is None:
-        raise ConfigError(f"{source}: evaluate is null, so there is nothing to measure; write evaluate: {{}}")
-    folder = run_folder(config, None)
-    with Bars(console) as bars, Stop(bars.say) as stop, open_parent(config, folder) as parent:
-        parent.tags({"hybrid.kind": "evaluation", "hybrid.model": checkpoint or config.student.model})
-        student = checkpoint or model_folder(config.student.model, "student", bars.advance)
-        setting = Setting(
-            config=config,
-            folder=folder,
-            student=student,
-            prompts=held_out,
-            held_out=held_out,
-            rewards=build_rewards(config.rewards),
-            teacher=None,
-            uri=parent.uri,
-            parent_run_id=parent.run_id,
-            bars=bars,
-            stop=stop,
-        )
-        found = run_evaluation(setting, *load_student(config, student))
-        result = {
-            "model": student,
-            "sampling": found.sampling.__dict__,
-            **found.metrics(),
-            "intervals": found.intervals(),
-        }
-        (folder / "evaluation.json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
-        parent.metrics(found.metrics(), 0)
-        parent.artifact_file(folder / "evaluation.json")
-    print_evaluation(console, found, student)
-    console.print(f"written: {folder / 'evaluation.json'}", highlight=False)
-    return 0
-
-
 def quiet() -> None:
     """No telemetry, no second progress bar, no advice of libraries between our lines."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -241,9 +189,7 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
     if not this_rank().is_main:
         return Silent()
     tracking = config.tracking
-    tags = {**tracking.tags, "hybrid.kind": "parent"}
-    if tracking.note:
-        tags["mlflow.note.content"] = tracking.note
+    tags = {**tracking.tags, "hybrid.kind": "parent", **note(tracking.note, experiment_note(config))}
     tracker = Tracker.open(
         uri=tracking.uri,
         experiment=tracking.experiment or config.name,

@@ -40,14 +40,14 @@ def set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
         set_dotted(values[head], name, one)
 
 
-def label_problem(label: str, labels: Iterable[str]) -> str | None:
-    """What is wrong with a label; None where a method has it."""
+def label_problem(label: str, labels: Iterable[str], what: str = "method with this label") -> str | None:
+    """What is wrong with a label, or with the name of something else; None where there is such a thing."""
     labels = list(labels)
     if label in labels:
         return None
     near = difflib.get_close_matches(label, labels, n=1, cutoff=0.6)
-    others = f"did you mean {near[0]}?" if near else f"there are {', '.join(labels)}"
-    return f"there is no method with this label; {others}"
+    others = f"did you mean {near[0]}?" if near else f"there are {', '.join(labels) or 'none'}"
+    return f"there is no {what}; {others}"
 
 
 def experiment_overridden(before: Mapping[str, Any], after: Mapping[str, Any], overrides: Sequence[str]) -> Mapping:

@@ -4,12 +4,11 @@ Worker processes take cells one after another; a cell belongs to the worker that
 lock goes with its process, however that ends. A finished cell has its result file; the next start passes it over.
 """
 
-import os
-import subprocess
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,15 @@ from hybrid.errors import ConfigError
 from hybrid.launch import all_sent, quiet
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
+from hybrid.run_notes import note, sweep_note, training_note
 from hybrid.sources import held_out_prompts, model_folder, training_prompts
-from hybrid.stopping import Stop
+from hybrid.stopping import EXIT_CODES, Stop
 from hybrid.sweep_config import Cell, SweepConfig, read_sweep, too_few_seeds
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import is_chat, teacher_of
 from hybrid.tracking import Tracker
 from hybrid.training import RESULT_FILE, Place, Setting, last_checkpoint, saved, train_method
+from hybrid.workers import Worker, running_workers
 
 FAILED_FILE = "failed.txt"
 """Why a cell failed; such a cell is tried again by the next start."""
@@ -65,10 +66,10 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
     Args:
       path: the sweep file.
       overrides: settings of the sweep file.
-      jobs: cells at once; None is the file's, else one per core.
+      jobs: cells at once; None is the file's, else one per GPU, without any one per core.
 
     Returns:
-      0 where every cell is done, 1 where some failed, 130 after ctrl-C.
+      0 where every cell is done, 1 where some failed, 130 after ctrl-C, 143 after SIGTERM.
 
     Raises:
       ConfigError: the file or a cell of it is wrong, or cells are there that were run with other settings.
@@ -89,15 +90,13 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
         experiment=tracking.experiment or sweep.name,
         run_name=sweep.name,
         folder=folder / "tracking",
-        tags={**tracking.tags, "hybrid.kind": "parent"},
+        tags={**tracking.tags, "hybrid.kind": "parent", **note(tracking.note, sweep_note(path, sweep, cells))},
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     ) as parent:
         (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
         (folder / "mlflow_uri").write_text(parent.uri, encoding="utf-8")
-        missing = sum(state_of(cell, folder).name != "done" for cell in cells)
-        number = min(jobs or sweep.jobs or os.cpu_count() or 1, missing)
-        code = watch_workers(start_workers(path, overrides, number, folder), cells, folder, console)
+        code = run_missing(path, overrides, cells, folder, console, jobs=jobs or sweep.jobs)
         if code == 0 and any(state_of(cell, folder).name == "done" for cell in cells):
             write_comparison(sweep, cells, folder, parent, console)
         elif code == 0:
@@ -166,35 +165,33 @@ def first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, An
     return key.removeprefix("."), before, now
 
 
-def start_workers(path: Path, overrides: Sequence[str], number: int, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Starts the worker processes; each writes to a log of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    workers = []
-    for place in range(number):
-        command = [sys.executable, "-m", "hybrid.sweep", str(path), *overrides]
-        with (folder / f"worker{place}.log").open("ab") as log:
-            workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-    return workers
-
-
-def watch_workers(
-    workers: Sequence[subprocess.Popen[bytes]], cells: Sequence[Cell], folder: Path, console: Console
-) -> int:
-    """Shows what is done until every worker has ended; ctrl-C lets each finish its step with a checkpoint."""
-    try:
-        with Live(table_of(cells, folder), console=console, refresh_per_second=1, transient=False) as live:
-            while any(worker.poll() is None for worker in workers):
-                time.sleep(LOOK_EVERY_S)
-                live.update(table_of(cells, folder))
+def watch_workers(workers: Sequence[Worker], cells: Sequence[Cell], folder: Path, console: Console) -> None:
+    """Shows what is done until every worker has ended."""
+    with Live(table_of(cells, folder), console=console, refresh_per_second=1, transient=False) as live:
+        while any(worker.poll() is None for worker in workers):
+            time.sleep(LOOK_EVERY_S)
             live.update(table_of(cells, folder))
+        live.update(table_of(cells, folder))
+
+
+def run_missing(
+    path: Path, overrides: Sequence[str], cells: Sequence[Cell], folder: Path, console: Console, *, jobs: int | None
+) -> int:
+    """Runs the cells that are not done; 130 after ctrl-C and 143 after SIGTERM, when no worker is left running."""
+    for cell in cells:
+        (folder / cell.name / FAILED_FILE).unlink(missing_ok=True)  # what failed before is tried again, by one worker
+    missing = sum(state_of(cell, folder).name != "done" for cell in cells)
+    try:
+        with running_workers(path, overrides, folder, jobs=jobs, missing=missing) as workers:
+            watch_workers(workers, cells, folder, console)
     except KeyboardInterrupt:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.wait()
-        console.print("stopped; the same command goes on with the cells that are missing")
-        return 130
-    return 0
+        code = EXIT_CODES[signal.SIGINT]
+    except SystemExit as end:  # what the command line makes of SIGTERM
+        code = int(end.code or 0)
+    else:
+        return 0
+    console.print("stopped; the same command goes on with the cells that are missing")
+    return code
 
 
 def state_of(cell: Cell, folder: Path) -> State:
@@ -232,34 +229,48 @@ def table_of(cells: Sequence[Cell], folder: Path) -> Table:
 
 
 def work(path: Path, overrides: Sequence[str]) -> int:
-    """One worker: takes every cell that nobody else has, until a look at all of them finds none."""
+    """One worker: takes the cells that nobody else has."""
     quiet()
     import torch
 
     torch.set_num_threads(1)
     sweep, cells = read_sweep(path, overrides)
     folder = sweep_folder(sweep, cells)
-    tried: set[str] = set()
     with Stop(print) as stop:
-        found = True
-        while found:
-            found = False
-            for cell in cells:
-                if cell.name not in tried and stop.received is None and take(cell, folder, stop):
-                    tried.add(cell.name)
-                    found = True
+        work_through(
+            cells, lambda cell: stop.received is None and take(cell, folder, stop), lambda: time.sleep(LOOK_EVERY_S)
+        )
     return stop.exit_code
 
 
+def work_through(cells: Sequence[Cell], attempt: Callable[[Cell], bool], pause: Callable[[], None]) -> None:
+    """Tries every cell until two looks at all of them find none that is free.
+
+    Two, for whoever shows the table holds a cell's lock for a moment to see whether it is free.
+
+    Args:
+      cells: all of them.
+      attempt: runs a cell, and says whether it was free.
+      pause: between the two looks.
+    """
+    left, vain = list(cells), 0
+    while left and vain < 2:
+        taken = [cell.name for cell in left if attempt(cell)]
+        left = [cell for cell in left if cell.name not in taken]
+        vain = 0 if taken else vain + 1
+        if vain == 1:
+            pause()
+
+
 def take(cell: Cell, folder: Path, stop: Stop) -> bool:
-    """Runs a cell unless it is done or somebody else has it; says whether it did."""
+    """Runs a cell unless it is done, has failed, or somebody else has it; says whether it did."""
     place = folder / cell.name
     place.mkdir(parents=True, exist_ok=True)
-    if (place / RESULT_FILE).is_file():
+    if is_over(place):
         return False
     try:
         with FileLock(place / "lock", blocking=False):
-            if (place / RESULT_FILE).is_file():
+            if is_over(place):
                 return False
             run_cell(cell, folder, stop)
     except Timeout:
@@ -267,10 +278,14 @@ def take(cell: Cell, folder: Path, stop: Stop) -> bool:
     return True
 
 
+def is_over(place: Path) -> bool:
+    """Whether a cell is done, or has failed since the sweep was started."""
+    return (place / RESULT_FILE).is_file() or (place / FAILED_FILE).is_file()
+
+
 def run_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     """Trains one cell; a failure is written down beside it and does not stop the others."""
     place = folder / cell.name
-    (place / FAILED_FILE).unlink(missing_ok=True)
     try:
         train_cell(cell, folder, stop)
     except FAILURES:
@@ -284,6 +299,7 @@ def note_failure(cell: Cell, folder: Path) -> None:
     if saved(place / "mlflow_run") is not None:
         return
     names = {"hybrid.method": cell.label, "hybrid.task": cell.task, "hybrid.seed": str(cell.seed)}
+    names |= note(tracking.note, training_note(cell.config, next(iter(cell.config.methods)), cell.task, cell.label))
     tracker = Tracker.open(
         uri=(folder / "mlflow_uri").read_text(encoding="utf-8"),
         experiment=tracking.experiment or cell.config.name,

@@ -46,8 +46,12 @@ class SweepConfig(Settings):
     only: Mapping[str, tuple[str, ...]] = Field(
         default_factory=dict, description="Methods (by label) that run on these tasks alone."
     )
-    jobs: int | None = Field(default=None, ge=1, description="Cells at once; null is one per core or GPU.")
-    target: float | None = Field(default=None, description="Accuracy to reach, for the costs; null is the baseline's.")
+    jobs: int | None = Field(
+        default=None, ge=1, description="Cells at once; null is one per GPU, without any one per core."
+    )
+    target: float | None = Field(
+        default=None, ge=0, le=1, description="Accuracy to reach, for the costs; null is the baseline's."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +107,13 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, 
             checked[task, full] = cell_config(plain, method, changes, f"{path}: cell {task} {label} seed {seed}")
         config = checked[task, full].model_copy(update={"seed": seed})
         cells.append(Cell(task=task, label=full, seed=seed, config=config))
-    refuse_unknown_labels(sweep, labels, document)
+    refuse_unknown_labels(sweep, labels, list(dict.fromkeys(cell.label for cell in cells)), document)
     if not cells:
         raise ConfigError(f"{path}: the sweep has no cell; give it seeds, methods and tasks")
+    names = [cell.name for cell in cells]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: the cell {twice} comes twice; give every seed and every value of vary once")
     return sweep, cells
 
 
@@ -140,11 +148,15 @@ def sweep_problems(error: ValidationError, document: Document) -> list[str]:
 
 def labels_of(methods: Sequence[Mapping[str, Any]]) -> list[str]:
     """A label per method: `label` in the method's block, else its name, numbered where it comes again."""
+    given = {str(method["label"]) for method in methods if "label" in method}
     labels: list[str] = []
     for method in methods:
-        own = str(method.get("label", method.get("name")))
-        again = sum(label == own or label.startswith(f"{own}_") for label in labels)
-        labels.append(f"{own}_{again + 1}" if own in labels else own)
+        own = label = str(method.get("label", method.get("name")))
+        is_given, number = "label" in method, 1
+        while label in labels or (label in given and not (is_given and label == own)):
+            number += 1
+            label = f"{own}_{number}"
+        labels.append(label)
     return labels
 
 
@@ -167,17 +179,21 @@ def without_own(plain: Document) -> tuple[Document, dict[str, dict[str, Any]]]:
     return replace(plain, values={**plain.values, "student": shared}), of_label
 
 
-def refuse_unknown_labels(sweep: SweepConfig, labels: Sequence[str], document: Document) -> None:
+def refuse_unknown_labels(
+    sweep: SweepConfig, labels: Sequence[str], of_cells: Sequence[str], document: Document
+) -> None:
     """Makes sure that what is said of single methods is said of methods of the sweep.
 
     Raises:
-      ConfigError: `per_method`, `only` or `baseline` names a method that the sweep has not.
+      ConfigError: `per_method`, `only` or `baseline` names a method, or `only` a task, that the sweep has not.
     """
     named: list[tuple[KeyPath, str]] = [(("per_method", label), label) for label in sweep.per_method]
     named += [(("only", label), label) for label in sweep.only]
-    if sweep.baseline is not None and not sweep.vary:
-        named.append((("baseline",), sweep.baseline))
     wrong = [(path, label_problem(label, labels)) for path, label in named]
+    if sweep.baseline is not None:
+        wrong.append((("baseline",), label_problem(sweep.baseline, of_cells)))
+    for label, tasks in sweep.only.items():
+        wrong += [(("only", label), label_problem(task, sweep.tasks, "task of this name")) for task in tasks]
     found = [str(Problem(document.place(path), dotted(path), what)) for path, what in wrong if what is not None]
     if found:
         raise ConfigError("\n".join(found))
@@ -203,6 +219,12 @@ def cell_config(
         for key, value in settings.items():
             set_dotted(values, key, value)
     try:
-        return validated(Document(values=values, places=plain.places, source=plain.source))
+        config = validated(Document(values=values, places=plain.places, source=plain.source))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if config.engine.kind != "single":
+        raise ConfigError(
+            f"{where}: engine.kind: a cell of a sweep is one process, on a GPU of its own where there are any, and "
+            f"{config.engine.kind} wants more; write single, or train the cells with `hybrid train`"
+        )
+    return config

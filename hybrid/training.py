@@ -21,6 +21,7 @@ from hybrid.phases import Tell
 from hybrid.pictures import tokenizer_of
 from hybrid.plan import who_does
 from hybrid.progress import Bars
+from hybrid.run_notes import note, training_note
 from hybrid.silent import Silent
 from hybrid.stopping import Stop
 from hybrid.summary_table import Outcome
@@ -118,7 +119,8 @@ def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | N
     config = setting.config
     folder = place.folder
     tags = {**config.tracking.tags, "hybrid.kind": "training", "hybrid.method": place.label, "hybrid.task": place.task}
-    tags["hybrid.seed"] = str(config.seed)
+    described = training_note(config, label, place.task, place.label)
+    tags |= {"hybrid.seed": str(config.seed), **note(config.tracking.note, described)}
     earlier = saved(folder / "mlflow_run")
     if branch_at is not None and earlier is not None:
         tags |= {"hybrid.from_run": earlier, "hybrid.from_step": str(branch_at)}
@@ -209,7 +211,9 @@ def train_method(
             if config.tracking.record_rollouts:
                 tracker.artifact_file(folder / "rollouts.jsonl")
     if this_rank().is_main:  # after its run is closed: a kill in between has the end come again, and no run left open
-        done.write_bytes(orjson.dumps(outcome.__dict__))
+        partial = done.with_suffix(".partial")  # so that whoever looks finds a whole file or none
+        partial.write_bytes(orjson.dumps(outcome.__dict__))
+        partial.replace(done)
     wait_for_all()
     return outcome
 
@@ -325,12 +329,11 @@ def evaluator(setting: Setting, label: str, trainer: HybridTrainer, tokenizer: A
     return measure
 
 
-def run_evaluation(setting: Setting, model: Any, tokenizer: Any, tell: Tell | None = None) -> Evaluation:
-    """One evaluation with its bar; `tell` is told how far it is too."""
-    config, wanted = setting.config, setting.config.evaluate
+def sampling_of(config: ExperimentConfig) -> Sampling:
+    """How the held-out responses of an experiment are drawn."""
+    wanted = config.evaluate
     assert wanted is not None
-    assert setting.held_out is not None
-    sampling = Sampling(
+    return Sampling(
         samples=wanted.samples,
         max_completion_length=wanted.max_completion_length or config.train.max_completion_length,
         temperature=wanted.temperature,
@@ -339,6 +342,12 @@ def run_evaluation(setting: Setting, model: Any, tokenizer: Any, tell: Tell | No
         seed=config.seed,
         success_at=wanted.success_at,
     )
+
+
+def run_evaluation(setting: Setting, model: Any, tokenizer: Any, tell: Tell | None = None) -> Evaluation:
+    """One evaluation with its bar; `tell` is told how far it is too."""
+    config = setting.config
+    assert setting.held_out is not None
     show = setting.bars.part("evaluation")
 
     def report(done: int, total: int) -> None:
@@ -351,7 +360,7 @@ def run_evaluation(setting: Setting, model: Any, tokenizer: Any, tell: Tell | No
         tokenizer,
         setting.held_out,
         setting.rewards,
-        sampling,
+        sampling_of(config),
         chat_template_kwargs=config.student.chat_template_kwargs,
         report=report,
     )

@@ -101,6 +101,14 @@ def test_a_response_at_the_limit_is_truncated_unless_it_ended_there():
     assert found.length_PK.tolist() == [[3, 3, 2]]
 
 
+def test_each_of_several_end_tokens_ends_a_response_at_the_limit():
+    other = tiny_models.VOCABULARY["2"]
+    sampling = Sampling(samples=2, max_completion_length=2)
+    rows, given = [{"prompt": "x="}] * 2, [ids("12", ended=False), ids("13", ended=False)]
+    found = scored(rows, given, tiny_models.tokenizer(), [is_one], sampling, frozenset({EOS, other}))
+    assert found.truncated_PK.tolist() == [[False, True]]
+
+
 def test_rewards_see_the_columns_and_the_ids():
     seen = {}
 

@@ -11,12 +11,25 @@ import pytest
 
 from hybrid.compare.load import load_runs
 from hybrid.errors import ConfigError
+from hybrid.mlflow_store import open_client
 from hybrid.per_method import set_dotted
-from hybrid.sweep import FAILED_FILE, MADE_OF_FILE, first_difference, refuse_other_settings, run_sweep, state_of
+from hybrid.stopping import Stop
+from hybrid.sweep import (
+    FAILED_FILE,
+    MADE_OF_FILE,
+    first_difference,
+    refuse_other_settings,
+    run_sweep,
+    state_of,
+    sweep_folder,
+    take,
+    work_through,
+)
 from hybrid.sweep_config import labels_of, read_sweep, too_few_seeds
-from hybrid.training import RESULT_FILE
+from hybrid.training import RESULT_FILE, last_checkpoint
+from hybrid.workers import cores, worker_environments
 from hybrid.yaml_file import dump_yaml
-from tests.experiments import QUICKSTART, ROOT, SMALL
+from tests.experiments import QUICKSTART, ROOT, SMALL, as_options
 
 pytestmark = pytest.mark.xdist_group("experiments")
 GRID = {
@@ -102,6 +115,54 @@ def test_a_failing_cell_is_counted_and_stops_no_other(gone_on):
     assert "nowhere.jsonl" in (folder / "lost" / "opd" / "seed4" / FAILED_FILE).read_text()
 
 
+def test_a_signal_ends_the_workers_too_and_leaves_nothing_half_said(tmp_path, tiny_cache):
+    path = written(tmp_path, seeds=[4], methods=[{"name": "opd"}], **WITHOUT_TASKS)
+    long = ["settings.train.steps=100000", "settings.evaluate.every=0"]
+    command = [sys.executable, "-m", "hybrid.cli", "sweep", str(path), "--jobs", "1", *as_options(long)]
+    folder = tmp_path / "runs" / "grid"
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        wait_for(folder / "opd" / "seed4" / "rollouts.jsonl", process)
+        process.send_signal(signal.SIGTERM)  # to it alone, as a container or a batch system does
+        said, _ = process.communicate()
+    assert process.returncode == 143, said
+    assert "the same command goes on" in said
+    _, cells = read_sweep(path, long)
+    assert state_of(cells[0], folder).name == "waiting"  # nobody holds its lock any more
+    assert last_checkpoint(folder / "opd" / "seed4") is not None
+    client = open_client((folder / "mlflow_uri").read_text())
+    ended = [client.get_run((place / "mlflow_run").read_text()) for place in (folder, folder / "opd" / "seed4")]
+    assert [run.info.status for run in ended] == ["KILLED", "KILLED"]
+    described = [run.data.tags["mlflow.note.content"] for run in ended]
+    assert described[0] == "grid.yaml: 1 method, 1 matched seed; 1 training."
+    assert described[1].startswith(
+        "opd on its prompts, seed 4: tiny:chain_sum, 100000 steps of 2 prompts with 2 responses"
+    )
+    assert described[1].endswith(", taught by tiny:chain_sum.")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "missing", "visible", "count", "expected"),
+    [
+        (None, 9, None, 2, ["0", "1"]),
+        (None, 1, None, 2, ["0"]),
+        (4, 9, None, 2, ["0", "1", "0", "1"]),
+        (None, 9, "3, 5,7", 3, ["3", "5", "7"]),
+        (None, 9, "GPU-a,GPU-b", 2, ["GPU-a", "GPU-b"]),
+        (3, 9, None, 0, [None] * 3),
+        (3, 0, None, 0, []),
+    ],
+)
+def test_each_worker_has_a_gpu_of_its_own_where_there_are_any(jobs, missing, visible, count, expected):
+    given = {"PATH": "/bin"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    found = worker_environments(jobs, missing, given, count)
+    assert [one.get("CUDA_VISIBLE_DEVICES") for one in found] == expected
+    assert all(one["OMP_NUM_THREADS"] == "1" and one["PATH"] == "/bin" for one in found)
+
+
+def test_without_a_gpu_there_is_a_worker_per_core():
+    assert len(worker_environments(None, 1000, {"OMP_NUM_THREADS": "2"}, 0)) == cores()
+
+
 def test_methods_of_a_seed_see_the_same_prompts_in_the_same_order(gone_on):
     _, _, folder = gone_on
 
@@ -131,6 +192,30 @@ def test_runs_stand_below_one_parent_and_failures_among_them(gone_on):
         **{("sums", method, seed): "FINISHED" for method in ("grpo", "opd") for seed in (4, 7)},
         **{("lost", "opd", seed): "FAILED" for seed in (4, 7)},
     }
+
+
+def test_a_cell_that_failed_is_tried_once_a_start(tmp_path):
+    sweep, (cell,) = read_sweep(written(tmp_path, seeds=[4], methods=[{"name": "opd"}], **WITHOUT_TASKS))
+    folder = sweep_folder(sweep, [cell])
+    (folder / cell.name).mkdir(parents=True)
+    (folder / cell.name / FAILED_FILE).write_text("in another worker")
+    with Stop(print) as stop:
+        assert take(cell, folder, stop) is False
+
+
+def test_a_cell_whose_lock_somebody_looked_at_is_not_left_behind(tmp_path):
+    _, cells = read_sweep(written(tmp_path, **WITHOUT_TASKS))
+    tried, pauses = [], []
+
+    def attempt(cell):
+        tried.append(cell.name)
+        return cell.name != "opd/seed7" or len(pauses) == 1
+
+    work_through(cells, attempt, lambda: pauses.append(len(tried)))
+    assert tried == ["grpo/seed4", "opd/seed4", "grpo/seed7", "opd/seed7", "opd/seed7", "opd/seed7"]
+    assert pauses == [5]
+    work_through(cells, lambda cell: False, lambda: pauses.append(0))
+    assert pauses == [5, 0]
 
 
 def test_the_comparison_is_written_and_counts_what_failed(gone_on):
@@ -229,6 +314,18 @@ def test_a_block_of_settings_merges_and_one_that_says_what_it_is_takes_the_place
     assert str(values) == before
 
 
+def test_a_label_is_never_given_twice():
+    assert labels_of([{"name": "opd"}, {"name": "opd", "label": "opd_3"}, {"name": "opd"}, {"name": "opd"}]) == [
+        "opd",
+        "opd_3",
+        "opd_2",
+        "opd_4",
+    ]
+    # a label that somebody gave is theirs, for per_method and only speak of it
+    assert labels_of([{"name": "opd"}, {"name": "opd"}, {"name": "kat", "label": "opd_2"}]) == ["opd", "opd_3", "opd_2"]
+    assert labels_of([{"label": "a"}, {"label": "a"}, {"label": "a_2"}]) == ["a", "a_3", "a_2"]
+
+
 def test_labels_are_given_or_numbered():
     methods = [{"name": "kat"}, {"name": "kat", "window": 3}, {"name": "kat", "label": "short"}, {"name": "kat"}]
     assert labels_of(methods) == ["kat", "kat_2", "short", "kat_3"]
@@ -241,6 +338,15 @@ def test_labels_are_given_or_numbered():
         ({"seeds": [1, -1]}, r"grid\.yaml:\d+: seeds.*: .*greater than or equal to 0"),
         ({"methods": [{"name": "gpro"}]}, "cell sums gpro seed 4: .*gpro"),
         ({"tasks": {"a": {"train.stepz": 3}}}, r"cell a opd seed 4: .*train\.stepz: unknown key; did you mean steps"),
+        ({"seeds": [4, 4]}, "the cell sums/grpo/seed4 comes twice; give every seed and every value of vary once"),
+        ({"vary": {"student.lr": [0.1, 0.1]}}, "the cell sums/grpo_lr=0.1/seed4 comes twice"),
+        ({"vary": {"student.lr": [0.1]}, "baseline": "grpo"}, r"baseline: .* there are grpo_lr=0\.1, opd_lr=0\.1"),
+        ({"only": {"grpo": ["smus"]}}, r"only\.grpo: there is no task of this name; did you mean sums\?"),
+        (
+            {"tasks": {"sums": {"engine.kind": "ddp"}}},
+            "cell sums grpo seed 4: engine.kind: a cell of a sweep is one process",
+        ),
+        ({"target": 50}, r"grid\.yaml:\d+: target: .*less than or equal to 1"),
         ({"jobs": 0}, r"grid\.yaml:\d+: jobs: "),
         ({"name": "a/b"}, r"grid\.yaml:\d+: name: "),
         ({"seed": 3}, "seed: unknown key; did you mean seeds"),

@@ -14,7 +14,7 @@ from jaxtyping import Num
 from numpy import ndarray
 from scipy import stats
 
-from hybrid.compare.statistics import LEVEL, Estimate
+from hybrid.compare.statistics import LEVEL, ROUNDING, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,12 @@ def cost_to_target(crossings: Sequence[Crossing], *, level: float = LEVEL) -> Co
     """The median over runs, where a run that never reached the target is known to cost more than it ran.
 
     Returns:
-      With the interval of Brookmeyer and Crowley from log-log bounds; its upper end is infinite where the runs do not
-      say.
+      With the interval of Brookmeyer and Crowley from log-log bounds, where all runs got there from the exact binomial
+      one; its upper end is infinite where the runs do not say.
 
     Reference:
       Kaplan and Meier (1958); Brookmeyer and Crowley, A confidence interval for the median survival time (1982);
-      scipy.stats.ecdf.
+      Clopper and Pearson (1934); scipy.stats.ecdf.
     """
     known = [one for one in crossings if math.isfinite(one.cost)]
     num_reached = sum(one.reached for one in known)
@@ -133,8 +133,13 @@ def cost_to_target(crossings: Sequence[Crossing], *, level: float = LEVEL) -> Co
             with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
                 warnings.simplefilter("ignore", RuntimeWarning)  # the bounds are not defined where all or none survive
                 bounds = survival.confidence_interval(level, method="log-log")
-            low = _first_at_half(survival.quantiles, np.nan_to_num(bounds.low.probabilities, nan=0.0))
-            high = _first_at_half(survival.quantiles, np.nan_to_num(bounds.high.probabilities, nan=1.0))
+            # before the first run got there the survival is 1 and its bounds are too; where all got there it is bounded
+            # from above as a share of none in so many
+            most = 1 - (0.5 - level / 2) ** (1 / num_reached)
+            surely_N = np.where(survival.probabilities == 1, 1.0, 0.0)
+            low_N, high_N = bounds.low.probabilities, bounds.high.probabilities
+            low = _first_at_half(survival.quantiles, np.where(np.isnan(low_N), surely_N, low_N))
+            high = _first_at_half(survival.quantiles, np.where(np.isnan(high_N), np.maximum(surely_N, most), high_N))
             interval = "log-log"
     estimate = Estimate(
         value=median,
@@ -149,7 +154,7 @@ def cost_to_target(crossings: Sequence[Crossing], *, level: float = LEVEL) -> Co
 
 
 def _first_at_half(cost_N: ndarray, survival_N: ndarray) -> float:
-    below = np.flatnonzero(survival_N <= 0.5)
+    below = np.flatnonzero(survival_N <= 0.5 + ROUNDING)  # a product of shares may miss the half by its rounding
     return float(cost_N[below[0]]) if len(below) else math.inf
 
 

@@ -119,8 +119,9 @@ def last_value(run: RunData, metric: str) -> float:
 
 
 def first_value(run: RunData, metric: str) -> float:
-    """The value before training, or the earliest there is; NaN without the metric."""
-    return float(run.curves[metric][1][0]) if metric in run.curves else math.nan
+    """The value before training, at step 0; NaN where none was measured then."""
+    steps_N, values_N = run.curves.get(metric, (np.empty(0), np.empty(0)))
+    return float(values_N[0]) if len(steps_N) and steps_N[0] == 0 else math.nan
 
 
 def cost_curve(run: RunData, metric: str, cost: str) -> Curve:

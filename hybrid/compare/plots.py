@@ -60,7 +60,6 @@ def learning_curves_png(
             axes.plot(steps_N, 100 * mean_N, _DASHES[style["dash"]], color=style["color"], lw=1.8, label=style["name"])
         num_failed = sum(not run.finished for run in here)
         failed = f"{num_failed} run{'s' if num_failed > 1 else ''} failed" if num_failed else ""
-        failed = f"{num_failed} run{'s' if num_failed > 1 else ''} failed" if num_failed else ""
         axes.set_title(" · ".join(part for part in (task, failed) if part), fontsize=10)
         axes.set_xlabel("step")
         axes.grid(color="#e9edf1")

@@ -24,6 +24,27 @@ COLORS = ("#4d5866", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56
 DASHES = ("solid", "dash", "dot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon")
 ANATOMY = re.compile(r"(kept|gap|credit|weight)/.*|entropy.*|response_length/.*|loss/.*|.*truncated.*|kl(/.*)?")
+UNITS = (
+    (r"eval/avg_at_\d+", "right answers"),
+    (r"eval/pass_at_\d+", "problems solved"),
+    (r"kept/.*", "tokens kept"),
+    (r".*truncated.*|outcome/right|group_advantage/uniform|route/.*|kl_trap/(cut|stopped)|eval/unscored", "responses"),
+    (r"(gap|contrast)/at_clip|known/share", "tokens"),
+    (r"(gap|contrast|kl)/.*|kl|entropy.*|kl_trap/threshold", "nats per token"),
+    (r".*response_length.*|(teacher_)?tokens/total", "tokens"),
+    (r"rollouts/total", "rollouts"),
+    (r"time/.*_s", "seconds"),
+    (r"memory/.*_gb", "GB"),
+    (r"credit/kl_.*", "weight per token"),
+    (r"credit/.*", "advantage per token"),
+    (r"(train/)?loss(/.*)?", "loss"),
+    (r"(eval/)?rewards?(/.*)?", "reward"),
+)
+"""What a metric counts, for the axis of its chart; the first pattern that fits."""
+
+SHARES = frozenset({"right answers", "problems solved", "tokens kept", "responses"})
+"""Those of which a metric is the share."""
+
 _MOST_POINTS = 400
 
 
@@ -104,6 +125,16 @@ def style_of_methods(methods: Sequence[str]) -> list[dict[str, str]]:
     ]
 
 
+def unit_of(metric: str) -> str:
+    """What a metric counts; empty where nothing is known of it."""
+    return next((unit for pattern, unit in UNITS if re.fullmatch(pattern, metric)), "")
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share, which is shown in percent."""
+    return unit_of(metric) in SHARES or metric in ("gap/at_clip", "contrast/at_clip", "known/share")
+
+
 def _frame(runs: Sequence[RunData], baseline: str) -> dict[str, Any]:
     most_seeds = max(len({run.seed for run in runs}), 2)
     return {
@@ -122,7 +153,8 @@ def _metric_lists(runs: Sequence[RunData], evaluations: Sequence[str]) -> dict[s
         "metrics": [*evaluations, *(name for name in names if name not in evaluations)],
         "shown_metrics": usual or names[:4],
         "anatomy_metrics": [name for name in names if ANATOMY.fullmatch(name)],
-        "share_metrics": [*evaluations, *(name for name in names if name.startswith("kept/"))],
+        "share_metrics": [*evaluations, *(name for name in names if is_share(name) and name not in evaluations)],
+        "units": {name: unit_of(name) for name in names},
         "costs": [name for name, total in COSTS.items() if total == "step" or any(total in run.curves for run in runs)],
     }
 

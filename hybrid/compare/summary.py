@@ -36,9 +36,9 @@ class MethodResult:
     """One method on one task.
 
     Attributes:
-      before: of the first evaluation.
+      before: of the evaluation before the training, over all runs.
       after: of the last one, over finished runs.
-      area: mean height of the curve from the start to the last step that all methods were to reach.
+      area: mean height of the curve from the start to the last step that all methods reached, over finished runs.
       costs: by key of `COSTS`, what it took to reach the target; a cost that no run counts is left out.
       num_failed: runs that did not finish, or whose last value is not finite.
     """
@@ -107,9 +107,13 @@ def summarise(
       HybridError: the baseline or the metric is in none of the runs, or a cell stands there twice.
     """
     methods, tasks = method_names(runs, baseline), sorted({run.task for run in runs})
-    if not any(metric in run.curves for run in runs):
-        known = ", ".join(evaluation_metrics(runs))
-        raise HybridError(f"no run has the metric {metric!r}; the evaluations are: {known or 'none'}")
+    if metric not in (evaluations := evaluation_metrics(runs)):
+        what = "is a share of right answers" if any(metric in run.curves for run in runs) else "is in any run"
+        raise HybridError(
+            f"no metric {metric!r} {what}, of which more is better; the evaluations are: "
+            f"{', '.join(evaluations) or 'none'}"
+        )
+    _refuse_percent(target, wanted)
     cells = [(run.method, run.seed, run.task) for run in runs]
     if len(set(cells)) < len(cells):
         twice = next(cell for cell in cells if cells.count(cell) > 1)
@@ -130,6 +134,13 @@ def summarise(
         comparisons=comparisons,
         across=across,
     )
+
+
+def _refuse_percent(target: float | None, wanted: float) -> None:
+    if not 0 < wanted <= 1:
+        raise HybridError(f"wanted is a share above 0 and at most 1, such as 0.03 for 3 points; got {wanted:g}")
+    if target is not None and not 0 <= target <= 1:
+        raise HybridError(f"target is a share between 0 and 1, such as 0.5 for 50 %; got {target:g}")
 
 
 def method_names(runs: Sequence[RunData], baseline: str) -> list[str]:
@@ -153,9 +164,9 @@ def evaluation_metrics(runs: Sequence[RunData]) -> list[str]:
 
 def _result(runs: Sequence[RunData], method: str, task: str, metric: str, target: float) -> MethodResult:
     ours = [run for run in runs if run.method == method]
-    last_step = max((run.curves[metric][0][-1] for run in runs if metric in run.curves), default=math.nan)
+    until = min(_last_steps(runs, metric).values(), default=math.nan)
     areas = [
-        area_under_curve(*run.curves[metric], until=last_step).value if metric in run.curves else math.nan
+        area_under_curve(*run.curves[metric], until=until).value if run.finished and metric in run.curves else math.nan
         for run in ours
     ]
     costs = {}
@@ -179,6 +190,15 @@ def _result(runs: Sequence[RunData], method: str, task: str, metric: str, target
 _EMPTY: tuple[ndarray, ndarray] = (np.empty(0), np.empty(0))
 
 
+def _last_steps(runs: Sequence[RunData], metric: str) -> dict[str, float]:
+    """After how many steps each method was measured last, by its finished runs."""
+    finished = [run for run in runs if run.finished and metric in run.curves]
+    return {
+        method: max(float(run.curves[metric][0][-1]) for run in finished if run.method == method)
+        for method in {run.method for run in finished}
+    }
+
+
 def _comparisons(
     runs: Sequence[RunData], methods: Sequence[str], task: str, metric: str, baseline: str, wanted: float
 ) -> list[Comparison]:
@@ -189,18 +209,29 @@ def _comparisons(
         name: [np.array([value_of.get((one, seed), math.nan) for seed in seeds]) for one in (name, baseline)]
         for name, seeds in seeds_of.items()
     }
+    last_steps = _last_steps(runs, metric)
     found = correct_for_many([paired_difference(ours, theirs) for ours, theirs in values_of.values()])
     return [
         Comparison(
             method=name,
             task=task,
             found=one,
-            sentence=verdict(one, method=name, baseline=baseline, wanted=wanted),
+            sentence=_sentence(one, name, baseline, wanted, {run.method for run in runs}, last_steps),
             seeds=seeds_of[name],
             differences=(values_of[name][0] - values_of[name][1]).tolist(),
         )
         for name, one in zip(values_of, found, strict=True)
     ]
+
+
+def _sentence(
+    found: PairedDifference, method: str, baseline: str, wanted: float, ran: set[str], last_steps: Mapping[str, float]
+) -> str:
+    if absent := [name for name in (method, baseline) if name not in ran]:
+        return f"{method} and {baseline} cannot be compared: no run of {' or '.join(absent)} is of this task."
+    ours, theirs = last_steps.get(method), last_steps.get(baseline)
+    steps = (ours, theirs) if ours is not None and theirs is not None and ours != theirs else None
+    return verdict(found, method=method, baseline=baseline, wanted=wanted, steps=steps)
 
 
 def _across(

@@ -159,7 +159,8 @@ class Objective:
             new_state |= self._named(term, own)
             metrics |= {self._prefix(term) + key: value for key, value in credit.metrics.items()}
             credits.append(term_credit(term, credit, batch))
-        return Assignment(tuple(credits), metrics), new_state
+        assignment = Assignment(tuple(credits), metrics)
+        return replace(assignment, metrics=metrics | credit_of_outcomes(assignment, self, batch)), new_state
 
     def loss(self, assignment: Assignment, batch: RolloutBatch, student: StudentPass) -> Loss:
         """The loss of some rows, given their share of an assignment; sums over micro-batches to the whole."""
@@ -280,6 +281,32 @@ def mix(*weighted: tuple[Scale, Objective]) -> Objective:
     mixed = Objective(terms)
     mixed.init()
     return mixed
+
+
+RIGHT_ABOVE = 0.5
+"""A reward above it is a right answer in `credit/right` and `credit/wrong`; outcomes lie in [0, 1]."""
+
+
+def credit_of_outcomes(assignment: Assignment, objective: Objective, batch: RolloutBatch) -> dict[str, Metric]:
+    """What a response token is given on average, right rows and wrong ones apart, as sums and counts.
+
+        credit/right = mean of A[b, t] over response tokens of rows with r[b] > 1/2,  credit/wrong with r[b] <= 1/2
+
+    The same of c is `credit/kl_right` and `credit/kl_wrong`. An unscored row is neither; tokens that a gate closes are
+    counted.
+    """
+    if batch.reward_B is None:
+        return {}
+    found: dict[str, Metric] = {}
+    sides = {"right": batch.reward_B > RIGHT_ABOVE, "wrong": batch.reward_B <= RIGHT_ABOVE}
+    kinds = [term.kind for term in objective.terms]
+    for kind, prefix in (("policy", "credit/"), ("kl", "credit/kl_")):
+        if kind not in kinds:
+            continue
+        value_BT = values(assignment, objective, (kind,)).masked_fill(~batch.mask_BT, 0)
+        for side, rows_B in sides.items():
+            found[prefix + side] = (float(value_BT[rows_B].sum()), float(batch.mask_BT[rows_B].sum()))
+    return found
 
 
 def values(assignment: Assignment, objective: Objective, kinds: tuple[Kind, ...]) -> Float[Tensor, "B T"]:

@@ -73,6 +73,27 @@ def test_the_median_cost_knows_of_runs_that_never_got_there():
     assert cost_to_target([reached(10), ended(15), reached(20), reached(30), ended(40)]).median.value == 30
 
 
+def test_a_half_that_rounding_hides_is_a_half():
+    # survival 9/10, 6/10, 5/10 at 30: the product of the shares is a little above the half
+    runs = [*[reached(10)], *[reached(20)] * 3, *[reached(30)] * 1, *[reached(40)] * 4, ended(50)]
+    assert cost_to_target(runs).median.value == 30
+    runs = [*[reached(10)] * 2, reached(20), *[reached(30)] * 2, *[ended(30)] * 2, *[reached(40)] * 2, ended(40)]
+    assert cost_to_target(runs).median.value == 30
+
+
+def test_a_run_that_ended_before_any_got_there_bounds_nothing():
+    found = cost_to_target([ended(10), reached(20), reached(20), reached(30), reached(30), ended(50)])
+    assert found.median.low == 20
+    assert cost_to_target([ended(20), reached(40), reached(40), ended(50)]).median.low == 40
+
+
+def test_runs_that_all_got_there_at_once_bound_the_median_if_they_are_enough():
+    # none of 6 is still under way: at most 1 - 0.025^(1/6) = 46 % are, so that half have got there; of 5, 52 % might be
+    six, five = (cost_to_target([reached(20)] * num).median for num in (6, 5))
+    assert (six.low, six.value, six.high) == (20, 20, 20)
+    assert (five.low, five.value, five.high) == (20, 20, math.inf)
+
+
 def test_runs_that_mostly_fail_to_get_there_have_no_median():
     found = cost_to_target([reached(10), ended(40), ended(40)])
     assert found.median.value == math.inf

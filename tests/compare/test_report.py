@@ -11,7 +11,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from hybrid.compare.report import style_of_methods, write_report
+from hybrid.compare.report import is_share, style_of_methods, unit_of, write_report
 from hybrid.errors import HybridError
 
 ADVICE = "is not on PATH; on Debian and Ubuntu: apt-get install chromium chromium-driver"
@@ -116,10 +116,15 @@ def test_sentences_and_tables_say_what_the_statistics_say(open_page, runs):
     said = [item.text for item in page.find_elements(By.CSS_SELECTOR, "#sentences li")]
     assert len(said) == 2
     assert said[0].startswith("opd is better than grpo by ")
-    assert said[0].endswith("1 of 8 pairs failed and is in none of these numbers.")
+    assert said[0].endswith(
+        "1 of 8 pairs lacks a result (failed, not finished or not run) and is in none of these numbers."
+    )
     assert "1 of 48 runs did not finish" in page.find_element(By.ID, "failures").text
     rows = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#result-tables table:first-of-type tr")]
     assert any(re.search(r"opd 8, 1 failed \d+\.\d [\d.]+ to [\d.]+ ", row) for row in rows)
+    costs = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#result-tables table:nth-of-type(1) tr")]
+    assert any(re.search(r"^opdvr \d+ [\d?]+ to [\d?]+ .* 8 of 8$", row) for row in costs)
+    assert not any("Infinity" in row or "NaN" in row for row in costs)
     click(page, "task", "words")
     said = [item.text for item in page.find_elements(By.CSS_SELECTOR, "#sentences li")]
     assert [("failed" in sentence) for sentence in said] == [False, False]
@@ -208,6 +213,16 @@ def test_cost_every_seed_and_the_answers_credit(open_page, runs):
 
 
 @pytest.mark.browser
+def test_a_label_that_looks_like_html_is_shown_as_it_is(open_page, runs, made_run):
+    odd = "<b>opd</b>&amp;</script><img src=x>"
+    page = open_page([*runs[:8], *(replace(made_run("opd", seed), method=odd) for seed in range(8))])
+    assert odd in page.find_element(By.ID, "methods").text
+    shown = page.execute_script("return document.querySelector('#paired-chart .ytick text').textContent")
+    assert shown == odd
+    assert page.find_elements(By.CSS_SELECTOR, "img[src=x]") == []
+
+
+@pytest.mark.browser
 def test_one_run_without_evaluations_makes_a_page_too(open_page, runs):
     curves = {"reward": runs[0].curves["reward"]}
     page = open_page([replace(runs[0], curves=curves, artifacts=None)], title="<i>One</i> & only \ud800")
@@ -235,6 +250,18 @@ def test_long_curves_are_thinned_and_keep_their_ends(runs, tmp_path):
     steps, values = data["runs"][0]["curves"]["reward"]
     assert len(steps) == len(values) == 400
     assert (steps[0], steps[-1], values[-1]) == (0, 9999, 1.0)
+
+
+def test_a_chart_says_what_its_numbers_count(runs, tmp_path):
+    data = data_of(write_report(runs, tmp_path / "r.html", title="t", baseline="grpo"))
+    units = {name: data["units"][name] for name in ("eval/avg_at_4", "kept/outcome_agrees", "gap/mean", "entropy")}
+    assert list(units.values()) == ["right answers", "tokens kept", "nats per token", "nats per token"]
+    assert set(data["share_metrics"]) == {"eval/avg_at_4", "eval/pass_at_4", "kept/outcome_agrees"}
+    assert (unit_of("response_length/mean"), unit_of("time/step_s"), unit_of("what/ever")) == ("tokens", "seconds", "")
+    assert (unit_of("credit/right"), unit_of("credit/kl_right")) == ("advantage per token", "weight per token")
+    assert is_share("response_length/truncated")
+    assert is_share("gap/at_clip")
+    assert not is_share("gap/mean")
 
 
 def test_methods_look_different():

@@ -125,6 +125,15 @@ def test_sign_flips_against_all_patterns(differences):
     assert_allclose(sign_flip_p_value(np.array(differences)), np.mean([total >= seen - 1e-9 for total in sums]))
 
 
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=7), st.sampled_from([7, 100, 192, 300]), st.data())
+def test_ties_of_small_differences_of_accuracies_count_whatever_their_rounding(counts, num_answers, data):
+    right = [data.draw(st.integers(3, num_answers)) for _ in counts]
+    differences = np.array([(r + c) / num_answers - r / num_answers for r, c in zip(right, counts, strict=True)])
+    patterns = list(product([1, -1], repeat=len(counts)))
+    reaching = [abs(sum(s * c for s, c in zip(signs, counts, strict=True))) >= abs(sum(counts)) for signs in patterns]
+    assert sign_flip_p_value(differences) == np.mean(reaching)
+
+
 def test_many_pairs_are_drawn_and_agree_with_the_t_test():
     from scipy import stats
 
@@ -160,6 +169,14 @@ def test_effect_sizes_by_hand():
     # 2 against (1, 2, 3): one win, one tie, one loss; 4 wins all
     assert_allclose(cliffs_delta(np.array([2.0, 4.0]), np.array([1.0, 2.0, 3.0])), 0.5)
     assert math.isnan(cliffs_delta(np.array([]), np.array([1.0])))
+
+
+def test_differences_that_are_equal_but_for_rounding_are_equal():
+    baseline = np.array([0.6, 0.7, 0.5, 0.3, 0.2, 0.15])
+    found = paired_difference(baseline + 0.1, baseline)
+    assert (found.sd, found.effect_dz, found.mean.interval) == (0.0, math.inf, "equal")
+    none = paired_difference([0.1 + 0.2] * 6, [0.3] * 6)
+    assert (none.mean.value, none.p_value, none.effect_dz) == (0.0, 1.0, 0.0)
 
 
 def test_a_paired_difference_by_hand():

@@ -9,6 +9,8 @@ from hybrid.compare.load import last_value
 from hybrid.compare.summary import evaluation_metrics, method_names, summarise
 from hybrid.errors import HybridError
 
+AVG = {"metric": "eval/avg_at_4", "baseline": "grpo"}
+
 
 def test_a_summary_by_hand(made_run):
     def run(method, seed, values, status="FINISHED"):
@@ -38,7 +40,7 @@ def test_a_summary_by_hand(made_run):
     assert comparison.seeds == [0, 1]
     assert_allclose(comparison.differences, [0.2, math.nan])
     assert comparison.found.num_failed == 1
-    assert "1 of 2 pairs failed and is in none of these numbers" in comparison.sentence
+    assert "1 of 2 pairs lacks a result (failed, not finished or not run) and is in none" in comparison.sentence
     assert found.across == []
 
 
@@ -75,11 +77,61 @@ def test_a_method_whose_runs_all_failed_is_shown_and_is_no_winner(runs):
     assert "cannot be compared" in sentence
 
 
+def test_a_longer_training_is_told_and_areas_end_where_the_shorter_one_does(made_run):
+    def run(method, seed, values):
+        curve = np.array([0.0, 10, 20])[: len(values)], np.array(values)
+        return replace(made_run(method, seed), curves={"eval/avg_at_4": curve})
+
+    short = [run("grpo", seed, [0.2, 0.4]) for seed in range(6)]
+    found = summarise([*short, *(run("opd", seed, [0.2, 0.4, 0.9]) for seed in range(6))], **AVG)
+    assert [row.area.value for row in found.results] == pytest.approx([0.3, 0.3])
+    assert found.comparisons[0].sentence.endswith("; opd was measured after 20 steps, grpo after 10.")
+
+
+def test_a_run_that_was_measured_at_its_end_alone_has_no_start(made_run):
+    lone = replace(made_run("grpo", 0), curves={"eval/avg_at_4": (np.array([20.0]), np.array([0.5]))})
+    (row,) = summarise([lone], **AVG).results
+    assert math.isnan(row.before.value)
+    assert (row.after.value, row.area.num_failed) == (0.5, 1)
+    assert row.costs["steps"].median.value == 20
+
+
+def test_the_area_is_of_finished_runs_as_the_end_is(made_run):
+    runs = [made_run("grpo", seed) for seed in range(3)]
+    (row,) = summarise([*runs, replace(made_run("grpo", 3), status="FAILED")], **AVG).results
+    assert (row.after.num, row.area.num) == (3, 3)
+
+
+def test_a_method_that_has_no_run_of_a_task_has_not_failed(runs):
+    some = [run for run in runs if (run.method, run.task) != ("opdvr", "words")]
+    found = summarise(some, **AVG)
+    row = next(row for row in found.results if (row.method, row.task) == ("opdvr", "words"))
+    assert (row.num_runs, row.num_failed) == (0, 0)
+    said = next(one.sentence for one in found.comparisons if (one.method, one.task) == ("opdvr", "words"))
+    assert said == "opdvr and grpo cannot be compared: no run of opdvr is of this task."
+    without = [run for run in runs if (run.method, run.task) != ("grpo", "words")]
+    said = {one.sentence for one in summarise(without, **AVG).comparisons if one.task == "words"}
+    assert said == {
+        "opd and grpo cannot be compared: no run of grpo is of this task.",
+        "opdvr and grpo cannot be compared: no run of grpo is of this task.",
+    }
+
+
 def test_mistakes_are_named(runs):
     with pytest.raises(HybridError, match="baseline 'gpro' is none of the methods that ran: grpo, opd, opdvr"):
         method_names(runs, "gpro")
-    with pytest.raises(HybridError, match=r"no run has the metric 'eval/avg_at_8'; .*: eval/avg_at_4, eval/pass_at_4"):
+    with pytest.raises(
+        HybridError, match=r"no metric 'eval/avg_at_8' is in any run, .*: eval/avg_at_4, eval/pass_at_4"
+    ):
         summarise(runs, metric="eval/avg_at_8", baseline="grpo")
+    with pytest.raises(
+        HybridError, match="no metric 'train/loss' is a share of right answers, of which more is better"
+    ):
+        summarise(runs, metric="train/loss", baseline="grpo")
+    with pytest.raises(HybridError, match=r"target is a share between 0 and 1, such as 0\.5 for 50 %; got 50"):
+        summarise(runs, metric="eval/avg_at_4", baseline="grpo", target=50)
+    with pytest.raises(HybridError, match=r"wanted is a share above 0 .*; got 0"):
+        summarise(runs, metric="eval/avg_at_4", baseline="grpo", wanted=0)
     with pytest.raises(HybridError, match="stand there twice"):
         summarise([*runs, runs[0]], metric="eval/avg_at_4", baseline="grpo")
 

@@ -29,6 +29,10 @@ function label(metric) {
   return metric.replace(/_at_(\d+)$/, "@$1").replace(/^eval\//, "");
 }
 
+function plain(text) { // plotly reads tags in the text that it is given
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;");
+}
+
 function percent(value, digits = 1) {
   return value === null ? "–" : (100 * value).toFixed(digits);
 }
@@ -124,10 +128,17 @@ function estimateCell(estimate, signed = false) {
   return cell;
 }
 
-function costText(cost) {
-  if (!cost) return "–";
-  const total = cost.num_reached + cost.num_censored + cost.median.num_failed;
-  return `${cost.median.value === null ? "not by half" : short(cost.median.value)} (${cost.num_reached}/${total})`;
+function costCell(cost) {
+  if (!cost || cost.num_reached + cost.num_censored === 0) return make("td", "–");
+  if (cost.median.value === null) return make("td", "not by half");
+  const cell = make("td", short(cost.median.value));
+  const {low, high, interval} = cost.median;
+  if (interval !== "none") cell.append(make("span", ` ${low === null ? "?" : short(low)} to ${high === null ? "?" : short(high)}`, "interval"));
+  return cell;
+}
+
+function gotThere(row) {
+  return make("td", `${Math.max(0, ...Object.values(row.costs).map((cost) => cost.num_reached))} of ${row.num_runs}`);
 }
 
 function tableOf(heads, rows) {
@@ -171,8 +182,8 @@ function drawTables() {
     const costs = data.costs.filter((cost) => rows.some((row) => row.costs[cost]));
     if (costs.length) {
       const goal = `cost of reaching ${percent(target)} %${data.target_given ? "" : ` (where ${data.baseline} ended)`}`;
-      block.append(tableOf([goal, ...costs],
-        rows.map((row) => [methodCell(row.method), ...costs.map((cost) => make("td", costText(row.costs[cost])))])));
+      block.append(tableOf([goal, ...costs, "got there"],
+        rows.map((row) => [methodCell(row.method), ...costs.map((cost) => costCell(row.costs[cost])), gotThere(row)])));
     }
     if (summary.across.length) {
       block.append(tableOf(["over all tasks", "interquartile mean %", `chance of beating ${data.baseline} %`], summary.across.map((row) => [
@@ -233,24 +244,24 @@ function curveTraces(method, metric) {
     traces.push({
       x: [...points.map((p) => p.x), ...points.map((p) => p.x).reverse()],
       y: [...points.map((p) => p.y + p.half), ...points.map((p) => p.y - p.half).reverse()],
-      fill: "toself", fillcolor: faded(color, 0.14), line: {width: 0}, mode: "lines", hoverinfo: "skip", name: `${method} band`,
+      fill: "toself", fillcolor: faded(color, 0.14), line: {width: 0}, mode: "lines", hoverinfo: "skip", name: plain(`${method} band`),
     });
   }
   if (chosen.everySeed) {
     finished.forEach((run) => traces.push({
       x: run.curves[metric][0], y: run.curves[metric][1], mode: "lines", line: {color: faded(color, 0.4), width: 1},
-      name: `${method} seed ${run.seed}`, hovertemplate: "%{y:.4~g}<extra>%{fullData.name}</extra>",
+      name: plain(`${method} seed ${run.seed}`), hovertemplate: "%{y:.4~g}<extra>%{fullData.name}</extra>",
     }));
   }
   runsOf(method, false).filter((run) => run.curves[metric]).forEach((run) => traces.push({
     x: run.curves[metric][0], y: run.curves[metric][1], mode: "lines+markers", line: {color: faded(color, 0.8), width: 1.2, dash: "dot"},
     marker: {symbol: "x", color, size: run.curves[metric][0].map((_, i, all) => (i === all.length - 1 ? 8 : 0))},
-    name: `${method} seed ${run.seed}, ${run.status.toLowerCase()}`, hovertemplate: "%{y:.4~g}<extra>%{fullData.name}</extra>",
+    name: plain(`${method} seed ${run.seed}, ${run.status.toLowerCase()}`), hovertemplate: "%{y:.4~g}<extra>%{fullData.name}</extra>",
   }));
   if (points.length) {
     traces.push({
       x: points.map((p) => p.x), y: points.map((p) => p.y), mode: points.length > 30 ? "lines" : "lines+markers",
-      line: {color, width: 2, dash}, marker: {color, size: 5, symbol: styleOf[method].symbol}, name: method,
+      line: {color, width: 2, dash}, marker: {color, size: 5, symbol: styleOf[method].symbol}, name: plain(method),
       customdata: points.map((p) => [p.half, p.count]),
       hovertemplate: "step %{x}: %{y:.4~g} ± %{customdata[0]:.2~g}, %{customdata[1]} seeds<extra>%{fullData.name}</extra>",
     });
@@ -275,7 +286,7 @@ function drawGrid(id, metrics) {
   });
   charts.forEach((chart) => { // after all of them stand in the grid, for that decides how wide they are
     const metric = chart.dataset.metric;
-    const drawn = layout(label(metric), "step", "", 300);
+    const drawn = layout(plain(label(metric)), "step", plain(data.units[metric] || ""), 300);
     if (data.share_metrics.includes(metric)) drawn.yaxis.tickformat = ".0%";
     Plotly.react(chart, visibleMethods().flatMap(({name}) => curveTraces(name, metric)), drawn, config);
   });
@@ -296,12 +307,12 @@ function drawPaired() {
     return [
       {
         x: dots.map((dot) => 100 * dot[1]), y: dots.map((_, i) => index + 0.1 + 0.18 * (((i * 5) % 7) / 7)), mode: "markers",
-        marker: {color: faded(color, 0.55), size: 8}, name: row.method, text: dots.map((dot) => `seed ${dot[0]}`),
+        marker: {color: faded(color, 0.55), size: 8}, name: plain(row.method), text: dots.map((dot) => `seed ${dot[0]}`),
         hovertemplate: "%{text}: %{x:+.1f} points<extra>%{fullData.name}</extra>",
       },
       {
         x: mean.value === null ? [] : [100 * mean.value], y: mean.value === null ? [] : [index - 0.12], mode: "markers",
-        marker: {color, size: 11, symbol: "diamond"}, name: `${row.method} mean`,
+        marker: {color, size: 11, symbol: "diamond"}, name: plain(`${row.method} mean`),
         error_x: mean.low === null ? undefined : {
           type: "data", symmetric: false, array: [100 * (mean.high - mean.value)], arrayminus: [100 * (mean.value - mean.low)], color, thickness: 2, width: 6,
         },
@@ -309,9 +320,9 @@ function drawPaired() {
       },
     ];
   });
-  const drawn = layout("", `${summary ? label(summary.metric) : ""}: points above ${data.baseline}`, "", 110 + 64 * Math.max(rows.length, 1));
+  const drawn = layout("", plain(`${summary ? label(summary.metric) : ""}: points above ${data.baseline}`), "", 110 + 64 * Math.max(rows.length, 1));
   drawn.margin.t = 12;
-  drawn.yaxis = {...axis, tickvals: rows.map((_, i) => i), ticktext: rows.map((row) => row.method), range: [-0.6, Math.max(rows.length, 1) - 0.4], zeroline: false};
+  drawn.yaxis = {...axis, tickvals: rows.map((_, i) => i), ticktext: rows.map((row) => plain(row.method)), range: [-0.6, Math.max(rows.length, 1) - 0.4], zeroline: false};
   drawn.xaxis.zeroline = true;
   drawn.xaxis.zerolinewidth = 2;
   drawn.shapes = [{type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, line: {color: "#8a95a1", width: 1, dash: "dash"}}];
@@ -325,12 +336,12 @@ function drawCost() {
     const points = meanCurve(curves);
     if (!points.length) return [];
     return [{
-      x: points.map((p) => p.x), y: points.map((p) => p.y), mode: "lines+markers", line: {color, width: 2, dash}, marker: {color, size: 6, symbol}, name,
+      x: points.map((p) => p.x), y: points.map((p) => p.y), mode: "lines+markers", line: {color, width: 2, dash}, marker: {color, size: 6, symbol}, name: plain(name),
       error_y: {type: "data", array: points.map((p) => p.half), color: faded(color, 0.45), thickness: 1, width: 0},
       hovertemplate: `%{x:.4~s} ${chosen.cost}: %{y:.1%}<extra>%{fullData.name}</extra>`,
     }];
   });
-  const drawn = layout("", `${chosen.cost} spent`, chosen.costMetric ? label(chosen.costMetric) : "", 360);
+  const drawn = layout("", `${chosen.cost} spent`, chosen.costMetric ? plain(label(chosen.costMetric)) : "", 360);
   drawn.margin.t = 12;
   drawn.yaxis.tickformat = ".0%";
   Plotly.react("cost-chart", traces, drawn, config);
