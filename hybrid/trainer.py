@@ -199,7 +199,7 @@ class HybridTrainer(GRPOTrainer):
         args = args if args is not None else HybridConfig()
         self.method = method if isinstance(method, Objective) else method_of(method)
         self.objective = self.method if isinstance(self.method, Objective) else self.method.build()
-        self.plan = Plan.of(self.objective, getattr(self.method, "top_k", 0))
+        self.plan = Plan.of(self.objective)
         self.plan = self.plan if watch is None else self.plan.recording()
         self.rewarded = bool(reward_funcs)
         self.watch = watch
@@ -403,7 +403,8 @@ class HybridTrainer(GRPOTrainer):
             waiting = agreed(lambda: {v: asked(self.scorers[v], own, everyone, SAMPLED, width) for v in sampled})
             scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
         student = self._measured_student(out, mask_BT, scored, alone=alone) if self.plan.student else None
-        if student is not None and student.top is not None and student.teacher_top_BTK is None:
+        asks = self.plan.support == "student"  # of the other sets, the teacher has told its part
+        if asks and student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
             top = student.top
             scored |= agreed(lambda: {view: score_candidates(self.scorers[view], own, everyone, top, width)})
@@ -580,7 +581,9 @@ class HybridTrainer(GRPOTrainer):
         hidden = scores.hidden_BTH if scores is not None else None
         if hidden is not None:
             hidden = hidden.to(rows.device)[rows, : batch.mask_BT.shape[1]]
-        view = batch.views.get(self.plan.distribution_view)
+        view, own = batch.views.get(self.plan.distribution_view), batch.views.get("student")
+        if view is not None and own is not None:  # the candidates are the student's where each side has its own list
+            view = replace(view, top_ids_BTK=own.top_ids_BTK)
         return self._request_for(inputs["completion_ids"], batch.mask_BT, scores, hidden, view)
 
     def _request_for(
