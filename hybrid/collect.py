@@ -147,13 +147,12 @@ class Plan:
         Raises:
           ConfigError: terms want different ones, or a divergence fewer of them than another term.
         """
-        wanted: list[CandidateSupport] = sorted(
-            {c.support for c in self.candidates} | {d.support for d in self.coarse if d.support != "full"}
-        )
+        wanted: set[CandidateSupport] = {c.support for c in self.candidates}
+        wanted.update(d.support for d in self.coarse if d.support != "full")
         if len(wanted) > 1:
             raise ConfigError(
                 f"a run measures the most likely tokens of one support, and the terms of this objective want "
-                f"{' and '.join(wanted)}; give them the same support"
+                f"{' and '.join(sorted(wanted))}; give them the same support"
             )
         sizes = {d.top_k for d in self.coarse} | {max((c.top_k for c in self.candidates), default=0)} - {0}
         if self.coarse and max(sizes) > min(d.top_k for d in self.coarse):
@@ -161,7 +160,7 @@ class Plan:
                 "a divergence is measured on all the candidates of a run, and the terms of this objective want "
                 f"top_k {' and '.join(map(str, sorted(sizes)))}; give them the same top_k"
             )
-        return wanted[0] if wanted else "student"
+        return next(iter(wanted), "student")
 
     @property
     def views(self) -> tuple[str, ...]:
