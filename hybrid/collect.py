@@ -160,7 +160,7 @@ class Plan:
                 "a divergence is measured on all the candidates of a run, and the terms of this objective want "
                 f"top_k {' and '.join(map(str, sorted(sizes)))}; give them the same top_k"
             )
-        return next(iter(wanted), "student")
+        return wanted.pop() if wanted else "student"
 
     @property
     def views(self) -> tuple[str, ...]:
