@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hybrid.distributions import coarse_reverse_kl
 from hybrid.errors import ConfigError
-from hybrid.objective.losses import Divergence, SampledDivergence, Support
+from hybrid.objective.losses import Divergence, SampledDivergence
 from hybrid.objective.objective import Objective
+from hybrid.objective.step import Candidates, CandidateSupport
 from hybrid.rollouts import Rollout, demonstrations, on_device, teacher_accuracies
 from hybrid.types import RolloutBatch, View
 from teachers.errors import TeacherCannot
@@ -77,56 +78,63 @@ class Plan:
     Attributes:
       needs: measurements that some step or loss reads, beside the live student.
       divergences: divergences that the loss will need.
-      top_k: size of the candidate support that is measured with the student; 0 for none.
+      candidates: what the top-k signals look at.
     """
 
     needs: frozenset[str]
     divergences: tuple[Divergence, ...]
-    top_k: int = 0
+    candidates: frozenset[Candidates] = frozenset()
 
     @staticmethod
-    def of(objective: Objective, candidates: int = 0) -> "Plan":
-        """The plan of an objective; `candidates` is the top-k of a method whose signal is over candidates."""
+    def of(objective: Objective) -> "Plan":
+        """The plan of an objective."""
         needs = frozenset().union(*(term.credit.needs for term in objective.terms))
         needs |= {f"scores.{term.loss.view}" for term in objective.terms if isinstance(term.loss, SCORED)}
         if any(term.kind == "sft" for term in objective.terms):
             needs |= {"demonstration"}
-        on_student = [d.top_k for d in objective.divergences if d.support == "student"]
-        if any(need.endswith(".top") for need in needs):
-            on_student.append(candidates)
-        plan = Plan(needs, objective.divergences, max(on_student, default=0))
-        return replace(plan, top_k=max(plan.top_k, plan.measured_top_k))
+        return Plan(needs, objective.divergences, objective.candidates)
 
     def recording(self) -> "Plan":
-        """This plan, and what a record needs beside: the student's log-probs, and the reverse KL that a loss reads."""
+        """This plan, and what a record needs beside: the student's log-probs, and what a divergence is made from."""
         own = {"student_logprobs"} | ({"kl"} if any(d.kind == "reverse_kl" for d in self.divergences) else set())
-        plan = replace(self, needs=self.needs | own)
-        return replace(plan, top_k=max(plan.top_k, plan.measured_top_k))
+        return replace(self, needs=self.needs | own | ({"scores.student.top"} if self.coarse else set()))
 
     @property
-    def measured_top_k(self) -> int:
-        """Size of the support on which the reverse KL is measured before credit is assigned; 0 where it is not."""
-        if "kl" not in self.needs:
-            return 0
-        return max((d.top_k for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"), default=0)
+    def coarse(self) -> tuple[Divergence, ...]:
+        """The divergences on a top-k support."""
+        return tuple(d for d in self.divergences if d.support != "full")
 
     @property
-    def support(self) -> Support:
-        """Whose most likely tokens the candidates are that are measured with the student.
+    def top_k(self) -> int:
+        """Size of the top-k that is measured with the student before credit is assigned; 0 for none.
+
+        A divergence on the teacher's own list can do without, unless credit or a record reads it.
+        """
+        reads, reads_kl = "scores.student.top" in self.needs, "kl" in self.needs
+        measured = [d for d in self.coarse if d.support != "teacher" or reads or (reads_kl and d.kind == "reverse_kl")]
+        return max([*(c.top_k for c in self.candidates), *(d.top_k for d in measured)], default=0)
+
+    @property
+    def support(self) -> CandidateSupport:
+        """Whose most likely tokens are measured, for all terms that look at some.
 
         Raises:
-          ConfigError: terms whose reverse KL is measured want different ones.
+          ConfigError: terms want different ones, or a divergence fewer of them than another term.
         """
-        if not self.measured_top_k:
-            return "student"
-        reverse = [d for d in self.divergences if d.kind == "reverse_kl" and d.support != "full"]
-        chosen: list[Support] = sorted({d.support for d in reverse})
-        if len(chosen) > 1:
+        wanted: set[CandidateSupport] = {c.support for c in self.candidates}
+        wanted.update(d.support for d in self.coarse if d.support != "full")
+        if len(wanted) > 1:
             raise ConfigError(
-                f"the reverse KL is measured on one support before credit is assigned, and the terms of this objective "
-                f"want {' and '.join(chosen)}; give them the same support"
+                f"a run measures the most likely tokens of one support, and the terms of this objective want "
+                f"{' and '.join(sorted(wanted))}; give them the same support"
             )
-        return chosen[0]
+        sizes = {d.top_k for d in self.coarse} | {max((c.top_k for c in self.candidates), default=0)} - {0}
+        if self.coarse and max(sizes) > min(d.top_k for d in self.coarse):
+            raise ConfigError(
+                "a divergence is measured on all the candidates of a run, and the terms of this objective want "
+                f"top_k {' and '.join(map(str, sorted(sizes)))}; give them the same top_k"
+            )
+        return wanted.pop() if wanted else "student"
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -137,17 +145,17 @@ class Plan:
     @property
     def sampled_views(self) -> tuple[str, ...]:
         """The views of which sampled log-probs are all that is read."""
-        more = self.distribution or self.top_k or self.teacher_top_k
+        more = self.distribution or self.teacher_top_k
         return tuple(name for name in self.views if name != self.distribution_view or not more)
 
     @property
     def distribution_view(self) -> str:
-        """The view whose distributions the divergences read.
+        """The view whose distributions the divergences, and whose candidates the signals, read.
 
         Raises:
           ConfigError: they read more than one.
         """
-        names = sorted({d.view for d in self.divergences}) or ["teacher"]
+        names = sorted({d.view for d in self.divergences} | ({"teacher"} if self.candidates else set())) or ["teacher"]
         if len(names) > 1:
             raise ConfigError(
                 f"a run measures the distributions of one scorer, and the terms of this objective want those of "
@@ -157,10 +165,10 @@ class Plan:
 
     @property
     def teacher_top_k(self) -> int:
-        """Size of the teacher's own top-k support; 0 for none."""
-        if self.support != "student":
+        """Size of the list of its own likeliest tokens that the teacher gives; 0 for none."""
+        if self.support not in ("teacher", "intersection"):
             return 0
-        return max((d.top_k for d in self.divergences if d.support == "teacher"), default=0)
+        return max([*(c.top_k for c in self.candidates), *(d.top_k for d in self.coarse)], default=0)
 
     @property
     def needs_full(self) -> bool:
@@ -170,7 +178,7 @@ class Plan:
     @property
     def distribution(self) -> bool:
         """Whether the teacher's full distribution is of use."""
-        return self.needs_full or "kl" in self.needs
+        return self.needs_full or (self.top_k > 0 and self.support in ("student", "union"))
 
     @property
     def student(self) -> bool:
@@ -255,11 +263,11 @@ def score_views(
     for name in plan.views:
         if name in plan.sampled_views:
             continue
-        want = Want(distribution=plan.distribution or plan.top_k > 0, top_k=plan.teacher_top_k)
+        want = Want(distribution=plan.distribution, top_k=plan.teacher_top_k)
         try:
             scored[name] = ask(scorers[name], own, everyone, want, width)
         except TeacherCannot:
-            if plan.needs_full:
+            if plan.needs_full or not plan.distribution:
                 raise
             scored[name] = ask(scorers[name], own, everyone, Want(top_k=plan.teacher_top_k), width)
     return scored
@@ -309,6 +317,7 @@ def join(
     reverse_kl_BT = student.reverse_kl_BT if student else None
     if student and student.top is not None:
         views["student"] = student.top
+    if student and student.top is not None and plan.support != "intersection":  # there each side has its own list
         name = plan.distribution_view
         teacher_top_BTK = student.teacher_top_BTK
         if teacher_top_BTK is None:

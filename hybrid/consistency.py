@@ -224,8 +224,9 @@ def _transport(
         who = "a vLLM server" if is_served else "a cache" if is_cached else "a recording"
         can_choose = is_cached or (is_served and teacher.candidates)
         choices = (
-            "its choices are: log-probs of the sampled tokens (opd with estimator k1, k2 or k3; opdvr; sipo), "
-            "forward_kl on the teacher's own top_k (support: teacher), or a local teacher"
+            "its choices are: log-probs of the sampled tokens (opd with estimator k1, k2 or k3; opdvr; sipo), the "
+            "teacher's own top_k (support: teacher for forward_kl; teacher or intersection for candidates), or a local "
+            "teacher"
         )
         for divergence in divergences:
             if divergence.support == "full":
@@ -248,11 +249,18 @@ def _transport(
                     f"{name} needs {divergence.kind}, whose support is the student's, and {who} answers with the "
                     f"teacher's top {divergence.top_k}; {choices}",
                 )
-        if not divergences and "scores.student.top" in objective.needs and not can_choose:
+        supports = {candidates.support for candidates in objective.candidates}
+        if "student" in supports and not can_choose:
             yield (
                 path,
                 f"{name} needs the teacher's scores of the student's own top_k, which {who} cannot give unless it "
                 f"scores chosen ids (teacher.candidates: true, on a GPU); {choices}",
+            )
+        if "union" in supports:
+            yield (
+                path,
+                f"{name} needs the teacher's own top_k and its scores of the student's, which {who} cannot give at "
+                f"once; {choices}",
             )
         return
 

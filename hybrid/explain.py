@@ -21,7 +21,7 @@ from hybrid.methods.base import MethodConfig
 from hybrid.objective.divergence import divergence, with_tail
 from hybrid.objective.losses import Divergence, StudentPass
 from hybrid.objective.objective import Assignment, Loss, Objective, values
-from hybrid.objective.signals import largest
+from hybrid.objective.signals import among, chosen
 from hybrid.records import Records
 from hybrid.types import RolloutBatch, State, View
 
@@ -238,7 +238,9 @@ def _lacking(need: str, beside: str = "") -> MissingMeasurement:
 def _in_one_order(batch: RolloutBatch, objective: Objective, response_ids: Sequence[str]) -> RolloutBatch:
     """The batch with all supports that the objective reads in the order of the student's ids."""
     student = batch.views.get("student")
-    wanted = {need.split(".")[1] for need in objective.needs if need.endswith(".top")} - {"student"}
+    # What looks at the candidates of both sides takes each side's own list.
+    alone = {c.support for c in objective.candidates} == {"intersection"}
+    wanted = set() if alone else {need.split(".")[1] for need in objective.needs if need.endswith(".top")} - {"student"}
     wanted |= {loss.view for loss in objective.divergences if _from_supports(batch, loss)}
     if student is None or student.top_logprob_BTK is None:
         return batch
@@ -308,10 +310,9 @@ def _kept_support(
     student_BTK: Float[Tensor, "B T K"], teacher_BTK: Float[Tensor, "B T K"], loss: Divergence
 ) -> Bool[Tensor, "B T K"]:
     """Which of the recorded candidates the divergence looks at, the rest being its tail."""
-    by_student, by_teacher = largest(student_BTK, loss.top_k), largest(teacher_BTK, loss.top_k)
     if loss.support == "full":
-        return torch.ones_like(by_student)
-    return {"student": by_student, "teacher": by_teacher, "union": by_student | by_teacher}[loss.support]
+        return torch.ones_like(student_BTK, dtype=torch.bool)
+    return chosen(student_BTK, teacher_BTK, loss.support, loss.top_k)
 
 
 def _in_order_of(
@@ -324,7 +325,6 @@ def _in_order_of(
     """
     assert student.top_ids_BTK is not None
     assert scorer.top_ids_BTK is not None
-    assert scorer.top_logprob_BTK is not None
     width = max(student.top_ids_BTK.shape[-1], scorer.top_ids_BTK.shape[-1])
     own, other = _widened(student.top_ids_BTK, width, -1), _widened(scorer.top_ids_BTK, width, -1)
     live_BT = scorer.valid_BT & mask_BT
@@ -335,13 +335,7 @@ def _in_order_of(
             f"response {response_ids[row]}: scores.student.top_ids[{place}] and scores.{name}.top_ids[{place}] hold "
             "different ids; record both on one support"
         )
-    # The k-th smallest id of one stands where the k-th smallest of the other does.
-    rank_BTK = own.sort(dim=-1, stable=True).indices.sort(dim=-1, stable=True).indices
-    sorted_BTK = _widened(scorer.top_logprob_BTK, width, -torch.inf).gather(-1, other.sort(dim=-1, stable=True).indices)
-    narrow = slice(student.top_ids_BTK.shape[-1])
-    return replace(
-        scorer, top_ids_BTK=student.top_ids_BTK, top_logprob_BTK=sorted_BTK.gather(-1, rank_BTK)[..., narrow]
-    )
+    return replace(scorer, top_ids_BTK=student.top_ids_BTK, top_logprob_BTK=among(student.top_ids_BTK, scorer))
 
 
 def _widened(value_BTK: Tensor, width: int, fill: float) -> Tensor:

@@ -88,6 +88,9 @@ The same for every method, in training and in `hybrid explain`:
   is made from the recorded supports of student and scorer, with a bucket for the tail; that on the full vocabulary must
   have been measured. A record has one `kl`: parts of a mixture that want it on other supports or temperatures all read
   the one that is there.
+- A token whose sides have no candidate in common (`support: intersection`) has the signal 0 and stays in the
+  denominator. These candidates are found by id in each scorer's own list of a record; every other support needs both
+  scorers' log-probs of the same ids there, and is cut to `top_k` from what there is.
 """
 """The end of the index page."""
 

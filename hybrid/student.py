@@ -41,7 +41,8 @@ def measure_student(
       completion_BT: sampled ids.
       mask_BT: which of them count.
       plan: what the objective reads.
-      teacher: the teacher's scores; with hidden states, its log-probs of the candidates are made here too.
+      teacher: the teacher's scores; with hidden states, its log-probs of the candidates are made here too, and with
+        a list of its own where that is the support, the student's log-probs of it.
       temperature: of the sampler.
       pieces: rows of each forward.
 
@@ -52,6 +53,7 @@ def measure_student(
     if "kl" in plan.needs and not reverse:
         raise ConfigError("the method reads kl but has no reverse-KL term that says on which support it is meant")
     hidden_BTH = teacher.hidden_BTH if teacher is not None else None
+    own_BTK = teacher.top_ids_BTK if teacher is not None and plan.support == "teacher" and plan.top_k else None
     full = hidden_BTH is not None and "kl" in plan.needs and reverse[0].support == "full"
     parts = []
     for piece in pieces:
@@ -62,11 +64,17 @@ def measure_student(
             divergences=(reverse[0],) if full else (),
             teacher_hidden_BTH=None if hidden_BTH is None else piece.of(hidden_BTH).to(mask_BT.device),
             teacher_head=None if teacher is None else teacher.head,
-            num_top=plan.top_k,
-            top_of=plan.support,
+            support_ids_BTK=None if own_BTK is None else piece.of(own_BTK).to(mask_BT.device),
+            num_top=plan.top_k if own_BTK is None else 0,
+            top_of="union" if plan.support == "union" else "student",
         )
         parts.append(run(piece, request))
     whole = {key: placed([part[key] for part in parts], pieces, mask_BT, FILL.get(key, 0)) for key in parts[0]}
+    if teacher is not None and own_BTK is not None:
+        assert teacher.top_logprob_BTK is not None
+        whole["top_ids"] = own_BTK.to(mask_BT.device)
+        whole["top_logprobs"] = whole["support_logprobs"].masked_fill(whole["top_ids"] < 0, -torch.inf)
+        whole["teacher_top_logprobs"] = teacher.top_logprob_BTK.to(mask_BT.device)
     top = None
     if plan.top_k:
         top = View(

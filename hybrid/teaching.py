@@ -91,15 +91,20 @@ class Making:
 
 def largest_support(config: ExperimentConfig) -> int:
     """The most candidates of a token that a method asks a teacher for, its own or the student's; 0 for none."""
-    divergences = [d for method in config.methods.values() for d in method.build().divergences]
-    candidates = [getattr(method, "top_k", 0) for method in config.methods.values()]
-    return max([*candidates, *(d.top_k for d in divergences if d.support != "full")], default=0)
+    return max((top_k for _, top_k in supports_of(config)), default=0)
 
 
 def largest_own_support(config: ExperimentConfig) -> int:
     """The largest support of its own that a method asks a teacher for; 0 for none."""
-    divergences = [d for method in config.methods.values() for d in method.build().divergences]
-    return max((d.top_k for d in divergences if d.support in ("teacher", "union")), default=0)
+    return max((top_k for support, top_k in supports_of(config) if support != "student"), default=0)
+
+
+def supports_of(config: ExperimentConfig) -> Iterator[tuple[str, int]]:
+    """Whose most likely tokens the methods look at, and at how many."""
+    for method in config.methods.values():
+        objective = method.build()
+        yield from objective.candidates
+        yield from ((d.support, d.top_k) for d in objective.divergences if d.support != "full")
 
 
 def is_chat(prompts: Dataset) -> bool:

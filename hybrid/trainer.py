@@ -162,7 +162,7 @@ class HybridTrainer(GRPOTrainer):
         args = args if args is not None else HybridConfig()
         self.method = method if isinstance(method, Objective) else method_of(method)
         self.objective = self.method if isinstance(self.method, Objective) else self.method.build()
-        self.plan = Plan.of(self.objective, getattr(self.method, "top_k", 0))
+        self.plan = Plan.of(self.objective)
         self.plan = self.plan if watch is None else self.plan.recording()
         self.rewarded = bool(reward_funcs)
         self.watch = watch
@@ -344,7 +344,8 @@ class HybridTrainer(GRPOTrainer):
             waiting = agreed(lambda: {v: asked(self.scorers[v], own, everyone, SAMPLED, width) for v in sampled})
             scored = agreed(lambda: score_views(self.plan, self.scorers, own, everyone, width))
         student = self._measured_student(out, mask_BT, scored, alone=alone) if self.plan.student else None
-        if student is not None and student.top is not None and student.teacher_top_BTK is None:
+        asks = self.plan.support == "student"  # of the other sets, the teacher has told its part
+        if asks and student is not None and student.top is not None and student.teacher_top_BTK is None:
             view = self.plan.distribution_view
             top = student.top
             scored |= agreed(lambda: {view: score_candidates(self.scorers[view], own, everyone, top, width)})
@@ -495,8 +496,10 @@ class HybridTrainer(GRPOTrainer):
         if not self.objective.divergences and not candidates and (not self._streams or tiled(inputs)):
             return None
         scores = generation.scored.get(self.plan.distribution_view)
-        view, divergences = batch.views.get(self.plan.distribution_view), self.objective.divergences
-        ids, mask_BT = inputs["completion_ids"], batch.mask_BT
+        view, own = batch.views.get(self.plan.distribution_view), batch.views.get("student")
+        if view is not None and own is not None:  # the candidates are the student's where each side has its own list
+            view = replace(view, top_ids_BTK=own.top_ids_BTK)
+        ids, mask_BT, divergences = inputs["completion_ids"], batch.mask_BT, self.objective.divergences
         return loss_request(ids, mask_BT, self.temperature, divergences, scores, view, rows)
 
     @torch.no_grad()

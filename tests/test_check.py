@@ -224,6 +224,18 @@ def test_other_things_that_are_not_there(broken, old, new, message):
             "mix: a run measures the distributions of one scorer, and the terms of this objective want those of right",
         ),
         (
+            "mix, parts: [{method: {name: opd, top_k: 4}}, {method: {name: grpd, top_k: 4, support: union}}]",
+            "mix: a run measures the most likely tokens of one support, and the terms of this objective want student",
+        ),
+        (
+            "mix, parts: [{method: {name: opdvr, top_k: 8}}, {method: {name: opd, estimator: jsd, top_k: 4}}]",
+            "mix: a divergence is measured on all the candidates of a run, and the terms of this objective want top_k",
+        ),
+        (
+            "opd, estimator: jsd, top_k: 8, support: intersection",
+            "jsd on the intersection would move what only one side holds likely",
+        ),
+        (
             "mix, parts: [{method: {name: kat}}, {method: {name: va_opd}}]",
             "which is measured once, and the terms want it on the top 64 (student) and on the vocabulary; give",
         ),

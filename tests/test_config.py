@@ -265,6 +265,14 @@ def test_settings_that_contradict_each_other_are_refused(refusal, blocks, settin
             "reverse_kl, whose support is the student's",
         ),
         ("{name: opdvr, top_k: 8}", "the teacher's scores of the student's own top_k, which a vLLM server cannot give"),
+        (
+            "{name: opd, top_k: 8, support: union}",
+            "the teacher's own top_k and its scores of the student's, which a vLLM server",
+        ),
+        (
+            "{name: random_cut, support: union}",
+            "reverse_kl on the top 64 of both sides, which a vLLM server cannot give",
+        ),
         ("{name: kat}", "reverse_kl on the student's top 64, which a vLLM server cannot give"),
     ],
 )
@@ -289,6 +297,11 @@ def test_a_server_is_not_asked_for_what_it_cannot_give(refusal, method, what):
             "{url: 'http://n:1', model: z, candidates: true}",
             "on the top 64 of both sides, which a vLLM server cannot give",
         ),
+        (
+            "{name: grpd, top_k: 8, support: union}",
+            "{model: z, cache: scores}",
+            "the teacher's own top_k and its scores of the student's, which a cache cannot give at once",
+        ),
     ],
 )
 def test_neither_a_cache_nor_a_server_gives_a_whole_distribution(refusal, method, teacher, what):
@@ -302,6 +315,11 @@ def test_neither_a_cache_nor_a_server_gives_a_whole_distribution(refusal, method
         ("{name: opd, estimator: forward_kl, top_k: 16, support: teacher}", "{url: 'http://n:1', model: z}"),
         ("{name: kat}", "{url: ['http://n:1', 'http://m:1'], model: z, candidates: true}"),
         ("{name: kat}", "{model: z, cache: scores}"),
+        ("{name: opdvr, top_k: 8}", "{url: 'http://n:1', model: z, candidates: true}"),
+        ("{name: opdvr, top_k: 8, support: teacher}", "{url: 'http://n:1', model: z}"),
+        ("{name: grpd, top_k: 8, support: intersection}", "{recorded: y}"),
+        ("{name: opd, top_k: 8, support: intersection}", "{model: z, cache: scores}"),
+        ("{name: opdvr, top_k: 8, support: union}", "{model: z}"),
         ("{name: kat, support: union}", "{model: z}"),
         ("{name: opd, estimator: reverse_kl}", "{model: z}"),
         ("{name: sipo}", "{url: 'http://n:1', model: z}"),

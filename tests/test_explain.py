@@ -186,6 +186,25 @@ def test_supports_of_different_ids_are_refused(file_of):
         explained(file, "opd", "estimator=forward_kl", "top_k=2")
 
 
+def test_what_both_sides_hold_is_found_by_id_in_two_lists(file_of):
+    wide = supported(top([*LOG_P, -3.0], [7, 9, 4]), top([-0.9, -1.2, -2.0], [8, 7, 9]))
+    own = "top_k=2", "support=intersection"
+    # the top 2 of the student are 7 and 9, of the teacher 8 and 7
+    assert advantages(explained(file_of(scored_line(wide)), "opd", *own))[0] == [pytest.approx(-1.2 - LOG_P[0])]
+    nothing = supported(top(LOG_P, [7, 9]), top(LOG_Q, [8, 4]))
+    one = explained(file_of(scored_line(nothing)), "opdvr", *own)
+    assert (one["loss"]["total"], advantages(one)[0]) == (0.0, [0.0])
+    with pytest.raises(DataError, match="hold different ids; record both on one support"):
+        explained(file_of(scored_line(wide)), "opd", "top_k=2", "support=union")
+
+
+def test_candidates_of_either_side_are_cut_from_a_wider_support(file_of):
+    line = scored_line(supported(top([-0.5, -1.5, -2.5], [4, 7, 9]), top([-2.0, -3.0, -0.2], [4, 7, 9])))
+    for support, kept in {"student": [-1.5, -1.5], "teacher": [-1.5, 2.3], "union": [-1.5, -1.5, 2.3]}.items():
+        settings = ["top_k=2", f"support={support}", "candidate_weight=none"]
+        assert advantages(explained(file_of(line), "opd", *settings))[0] == [pytest.approx(sum(kept))]
+
+
 def test_a_measured_kl_goes_before_one_from_supports(file_of):
     line = supported(top(LOG_P, [7, 9]), top(LOG_Q, [7, 9])) | {"kl": [0.5]}
     assert explained(file_of(line), "opd", "estimator=reverse_kl", "top_k=2")["loss"]["kl"] == 0.5

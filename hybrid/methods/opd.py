@@ -16,7 +16,7 @@ from hybrid.objective.losses import Divergence, PolicyLoss, SampledDivergence, T
 from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import Reduction, response_mean, token_mean
 from hybrid.objective.signals import CandidateWeight, from_candidate_gap, from_teacher_gap, from_teacher_known
-from hybrid.objective.step import Step, chain
+from hybrid.objective.step import CandidateSupport, Step, chain
 
 Estimator = Literal["k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd"]
 
@@ -37,7 +37,7 @@ class Opd(MethodConfig):
         "estimator": "k1: Thinking Machines (2025); k2, k3: Schulman (2020); the others: arXiv 2306.13649",
         "use": "ours: what has no expected gradient is refused",
         "top_k": "thunlp/OPD: 0 is the sampled token, 64 the usual support",
-        "support": "thunlp/OPD: LOG_PROB_TOP_K, only_stu",
+        "support": "thunlp/OPD, TOP_K_STRATEGY: only_stu",
         "candidate_weight": "thunlp/OPD: student_p",
         "beta": "arXiv 2306.13649, the generalised Jensen-Shannon divergence; 0.5 as in TRL",
         "temperature": "VA-OPD and TRL compare at 1",
@@ -56,8 +56,9 @@ class Opd(MethodConfig):
     top_k: int = Field(
         default=0, ge=0, description="Support: 0 is the sampled token (k1) or the full vocabulary (divergences)."
     )
-    support: Literal["student", "teacher"] = Field(
-        default="student", description="Whose top-k, for divergences with top_k > 0."
+    support: CandidateSupport = Field(
+        default="student",
+        description="Whose top_k: the student's, the teacher's, what is in both (k1 alone), or all of either.",
     )
     candidate_weight: CandidateWeight = Field(
         default="student_p", description="Weights of the candidates of k1 with top_k > 0."
@@ -88,6 +89,16 @@ class Opd(MethodConfig):
             raise ValueError(f"{self.estimator} is defined as a loss here; use: loss, or estimator: k1")
         return self
 
+    @model_validator(mode="after")
+    def _refuse_a_divergence_on_what_both_share(self) -> Self:
+        is_divergence = self.estimator in ("reverse_kl", "forward_kl", "jsd")
+        if is_divergence and self.top_k and self.support == "intersection":
+            raise ValueError(
+                f"{self.estimator} on the intersection would move what only one side holds likely, which is where the "
+                "two differ, into the tail; use support: union, or estimator: k1"
+            )
+        return self
+
     @override
     def build(self) -> Objective:
         return objective(name=self.name, credit=chain(self.signal()), loss=self.loss(), reduction=self.reduce())
@@ -102,7 +113,9 @@ class Opd(MethodConfig):
         if self.estimator != "k1":
             return from_teacher_known()
         if self.top_k:
-            return from_candidate_gap(top_k=self.top_k, weighting=self.candidate_weight, clip=self.ratio_clip)
+            return from_candidate_gap(
+                top_k=self.top_k, weighting=self.candidate_weight, clip=self.ratio_clip, support=self.support
+            )
         return from_teacher_gap(clip=self.ratio_clip)
 
     def loss(self) -> TokenLoss:
@@ -111,5 +124,5 @@ class Opd(MethodConfig):
             return PolicyLoss(self.clip_low, self.clip_high, self.dual_clip)
         if self.estimator == "k2" or self.estimator == "k3":
             return SampledDivergence(self.estimator)
-        support = self.support if self.top_k else "full"
+        support = self.support if self.top_k and self.support != "intersection" else "full"
         return Divergence(self.estimator, support, self.top_k or 64, self.beta, self.temperature)

@@ -5,7 +5,9 @@ The paper does not say what becomes of truncated responses; `as_wrong` is what t
 the paper's formula (variant sign) and the authors' code (variant code, the default) are two methods; the published
 script divides by the deviation, which the README says the paper does not, and so neither do we by default. A bound on
 r, and u, are ours. `vanilla_opd` opens the gate for truncated responses, in uniform groups too; GRPD's variant code
-still weighs them by |a| + u.
+still weighs them by |a| + u. In top-k mode the candidate sets are those of thunlp/OPD without the symmetric difference;
+a token whose sides have no candidate in common trains nothing and counts in the denominator, as there.
+`candidate_weight: none` is a weight of 1, as their README says; their code divides it by the number of candidates.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from hybrid.objective.objective import Objective, objective
 from hybrid.objective.reductions import Reduction, response_mean, token_mean, token_sum
 from hybrid.objective.row_gates import drop_truncated
 from hybrid.objective.signals import CandidateWeight, from_candidate_gap, from_teacher_gap
-from hybrid.objective.step import Step, chain
+from hybrid.objective.step import CandidateSupport, Step, chain
 from hybrid.objective.weights import weight_by_advantage_size
 
 REDUCTIONS = {"token_mean": token_mean, "token_sum": token_sum, "response_mean": response_mean}
@@ -42,6 +44,7 @@ class Opdvr(MethodConfig):
         "truncated": "ours; vanilla_opd as in R2-OPD (arXiv 2609.35517)",
         "ratio_clip": "ours: r is unbounded in the paper",
         "top_k": "thunlp/OPD, LOG_PROB_TOP_K; 64 in the paper's top-k baseline",
+        "support": "thunlp/OPD, TOP_K_STRATEGY: only_stu",
         "candidate_weight": "thunlp/OPD, the authors' base framework",
         "reduction": "token_mean: opdvr.sh; token_sum: the paper",
         "clip_low": "thunlp/OPD, the authors' base framework",
@@ -57,9 +60,14 @@ class Opdvr(MethodConfig):
         description="Responses at the length limit: judged, left out of numerator and denominator, or plain OPD.",
     )
     ratio_clip: float | None = Field(default=None, gt=0, description="Bound on |r| in nats; none in the paper.")
-    top_k: int = Field(default=0, ge=0, description="Size of the student's candidate support; 0 is the sampled token.")
+    top_k: int = Field(default=0, ge=0, description="Size of a side's candidate list; 0 is the sampled token.")
+    support: CandidateSupport = Field(
+        default="student",
+        description="Whose top_k the candidates are: the student's, the teacher's, what is in both, or all of either.",
+    )
     candidate_weight: CandidateWeight = Field(
-        default="student_p", description="Weights of the candidates in top-k mode."
+        default="student_p",
+        description="Probabilities, renormalised over the candidates, as their weights in top-k mode; none: each 1.",
     )
     reduction: Literal["token_mean", "token_sum", "response_mean"] = Field(
         default="token_mean", description="token_mean as the code, token_sum as the paper writes it."
@@ -71,7 +79,9 @@ class Opdvr(MethodConfig):
     @override
     def build(self) -> Objective:
         gap = (
-            from_candidate_gap(top_k=self.top_k, weighting=self.candidate_weight, clip=self.ratio_clip)
+            from_candidate_gap(
+                top_k=self.top_k, weighting=self.candidate_weight, clip=self.ratio_clip, support=self.support
+            )
             if self.top_k
             else from_teacher_gap(clip=self.ratio_clip)
         )

@@ -44,7 +44,9 @@ class RandomCut(MethodConfig):
     top_k: int = Field(
         default=64, ge=0, description="Size of the support, with a tail bucket; 0 is the full vocabulary."
     )
-    support: Literal["student", "teacher"] = Field(default="student", description="Whose top-k.")
+    support: Literal["student", "teacher", "union"] = Field(
+        default="student", description="Whose top-k (RECONSTRUCTED)."
+    )
 
     @override
     def build(self) -> Objective:

@@ -33,7 +33,7 @@ from hybrid.objective.losses import (
 )
 from hybrid.objective.reductions import Reduction, carrying_rows, counted, spread
 from hybrid.objective.schedules import Scale, at
-from hybrid.objective.step import Step, blank, join_states
+from hybrid.objective.step import Candidates, Step, blank, join_states
 from hybrid.types import Credit, Metric, RolloutBatch, State
 
 Kind = Literal["policy", "kl", "sft"]
@@ -135,6 +135,11 @@ class Objective:
     def divergences(self) -> tuple[Divergence, ...]:
         """The divergences that the student pass must measure."""
         return tuple(dict.fromkeys(t.loss for t in self.terms if isinstance(t.loss, Divergence)))
+
+    @property
+    def candidates(self) -> frozenset[Candidates]:
+        """What its top-k signals look at."""
+        return frozenset().union(*(term.credit.candidates for term in self.terms))
 
     def init(self) -> State:
         """The state before the first update; empty for stateless methods."""

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybrid.objective.groups import Scale, group_advantage, group_uniform, mixed
 from hybrid.objective.schedules import Number, at
-from hybrid.objective.step import Phase, Signal, Step, signal
-from hybrid.types import Credit, RolloutBatch, State
+from hybrid.objective.step import Candidates, CandidateSupport, Phase, Signal, Step, signal
+from hybrid.types import Credit, RolloutBatch, State, View
 
 CandidateWeight = Literal["student_p", "teacher_p", "none"]
 """By which probabilities, renormalised over the candidates, a top-k signal is weighted."""
@@ -97,7 +98,10 @@ def from_group_advantage(
 def candidate_weight(
     student_logprob_BTK: Float[Tensor, "B T K"], teacher_logprob_BTK: Float[Tensor, "B T K"], weighting: CandidateWeight
 ) -> Float[Tensor, "B T K"]:
-    """Probabilities renormalised over the K candidates (padding holds -inf and gets 0), or 1 for "none"."""
+    """Probabilities renormalised over the K candidates, or 1 for "none"; what holds -inf is no candidate and gets 0.
+
+    thunlp/OPD's README calls "none" no weighting, as here; its code divides by the number of candidates.
+    """
     if weighting == "none":
         return student_logprob_BTK.isfinite().to(student_logprob_BTK.dtype)
     logprob_BTK = student_logprob_BTK if weighting == "student_p" else teacher_logprob_BTK
@@ -112,13 +116,55 @@ def largest(logprob_BTK: Float[Tensor, "B T K"], top_k: int | None) -> Bool[Tens
     return torch.zeros_like(logprob_BTK, dtype=torch.bool).scatter(-1, order_BTK[..., :top_k], True)
 
 
+def among(ids_BTK: Int[Tensor, "B T K"], scorer: View) -> Float[Tensor, "B T K"]:
+    """A scorer's log-probs of some ids; -inf for padding, and for what its own list does not hold."""
+    assert scorer.top_ids_BTK is not None
+    assert scorer.top_logprob_BTK is not None
+    held_BTK, order_BTK = pad(scorer.top_ids_BTK, (0, 1), value=-1).sort(-1)
+    place_BTK = torch.searchsorted(held_BTK, ids_BTK.contiguous()).clamp(max=held_BTK.shape[-1] - 1)
+    is_held_BTK = (held_BTK.gather(-1, place_BTK) == ids_BTK) & (ids_BTK >= 0)
+    logprob_BTK = pad(scorer.top_logprob_BTK, (0, 1), value=-torch.inf)
+    return logprob_BTK.gather(-1, order_BTK.gather(-1, place_BTK)).masked_fill(~is_held_BTK, -torch.inf)
+
+
+def common(student: View, teacher: View, top_k: int | None) -> tuple[Float[Tensor, "B T K"], Float[Tensor, "B T K"]]:
+    """Both sides' log-probs of the ids in both of their own top-k lists, in the student's order; -inf elsewhere."""
+    assert student.top_ids_BTK is not None
+    assert student.top_logprob_BTK is not None
+    assert teacher.top_logprob_BTK is not None
+    keep_BTK = largest(teacher.top_logprob_BTK, top_k)
+    teacher = replace(teacher, top_logprob_BTK=teacher.top_logprob_BTK.masked_fill(~keep_BTK, -torch.inf))
+    teacher_BTK = among(student.top_ids_BTK, teacher)
+    apart_BTK = ~(largest(student.top_logprob_BTK, top_k) & (teacher_BTK > -torch.inf))
+    student_BTK = student.top_logprob_BTK.masked_fill(apart_BTK, -torch.inf)
+    return student_BTK, teacher_BTK.masked_fill(apart_BTK, -torch.inf)
+
+
+def chosen(
+    student_BTK: Float[Tensor, "B T K"],
+    teacher_BTK: Float[Tensor, "B T K"],
+    support: Literal["student", "teacher", "union"],
+    top_k: int | None,
+) -> Bool[Tensor, "B T K"]:
+    """Which of the candidates that both sides scored are the `top_k` likeliest of one side, or of either."""
+    by_student_BTK, by_teacher_BTK = largest(student_BTK, top_k), largest(teacher_BTK, top_k)
+    if support == "union":
+        return by_student_BTK | by_teacher_BTK
+    return by_student_BTK if support == "student" else by_teacher_BTK
+
+
 def from_candidate_gap(
-    *, top_k: int | None = None, weighting: CandidateWeight = "student_p", clip: float | None = None
+    *,
+    top_k: int | None = None,
+    weighting: CandidateWeight = "student_p",
+    clip: float | None = None,
+    support: CandidateSupport = "student",
 ) -> Step:
-    """The gap of each of the student's top-k candidates, weighted: w_k * (log pT_k - log pS_k).
+    """The gap of each of the top-k candidates, weighted: w_k * (log pT_k - log pS_k).
 
     The signal of a token is the sum over its candidates; gates act on each candidate by itself. A wider measured
-    support is cut to the student's `top_k` likeliest.
+    support is cut to the `top_k` likeliest. Weights are renormalised over the candidates that are left. A token whose
+    sides have no candidate in common has the signal 0 and counts in the denominator, as in thunlp/OPD.
     """
 
     def fn(batch: RolloutBatch) -> Signal:
@@ -126,14 +172,18 @@ def from_candidate_gap(
         student_BTK, teacher_BTK = student.top_logprob_BTK, teacher.top_logprob_BTK
         assert student_BTK is not None, "collect() and the records fill both or neither"
         assert teacher_BTK is not None, "collect() and the records fill both or neither"
-        keep_BTK = largest(student_BTK, top_k)
-        student_BTK, teacher_BTK = (x.masked_fill(~keep_BTK, -torch.inf) for x in (student_BTK, teacher_BTK))
+        if support == "intersection":
+            student_BTK, teacher_BTK = common(student, teacher, top_k)
+        else:
+            keep_BTK = chosen(student_BTK, teacher_BTK, support, top_k)
+            student_BTK, teacher_BTK = (x.masked_fill(~keep_BTK, -torch.inf) for x in (student_BTK, teacher_BTK))
         weight_BTK = candidate_weight(student_BTK, teacher_BTK, weighting)
         gap_BTK = clipped((teacher_BTK - student_BTK).masked_fill(weight_BTK == 0, 0), clip)
         candidate_BTK = weight_BTK * gap_BTK
         return Signal(candidate_BTK.sum(-1), teacher.valid_BT, candidate_BTK)
 
-    return signal("gap", fn, needs=["scores.student.top", "scores.teacher.top"])
+    step = signal("gap", fn, needs=["scores.student.top", "scores.teacher.top"])
+    return step if top_k is None else step._replace(candidates=frozenset({Candidates(support, top_k)}))
 
 
 def from_teacher_known(*, view: str = "teacher") -> Step:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,8 +27,25 @@ class Phase(IntEnum):
     WEIGHT = 2
 
 
+CandidateSupport = Literal["student", "teacher", "intersection", "union"]
+"""Whose most likely tokens the candidates of a top-k signal are: one side's, those of both, or those of either."""
+
+
+class Candidates(NamedTuple):
+    """The tokens that a top-k signal looks at: so many most likely ones, and whose."""
+
+    support: CandidateSupport
+    top_k: int
+
+
 class Step(NamedTuple):
-    """One named step; `needs` are the measurements it reads, `branches` the names that `route` gave its ways."""
+    """One named step.
+
+    Attributes:
+      needs: the measurements it reads.
+      branches: the names that `route` gave its ways.
+      candidates: what its top-k signals look at.
+    """
 
     name: str
     first: Phase
@@ -37,6 +54,7 @@ class Step(NamedTuple):
     apply: Callable[[Credit, RolloutBatch, State], tuple[Credit, State]]
     needs: frozenset[str] = frozenset()
     branches: tuple[str, ...] = ()
+    candidates: frozenset[Candidates] = frozenset()
 
 
 class Signal(NamedTuple):
@@ -138,6 +156,7 @@ def chain(*steps: Step) -> Step:
         apply=apply,
         needs=frozenset().union(*(step.needs for step in steps)),
         branches=next((step.branches for step in steps if step.branches), ()),
+        candidates=frozenset().union(*(step.candidates for step in steps)),
     )
 
 
@@ -199,6 +218,7 @@ def route(*branches: tuple[RowTest, Step]) -> Step:
         apply=apply,
         needs=frozenset().union(*(step.needs | row_test.needs for row_test, step in branches)),
         branches=tuple(row_test.name for row_test, _ in branches),
+        candidates=frozenset().union(*(step.candidates for _, step in branches)),
     )
 
 

@@ -12,7 +12,7 @@ from hybrid.config import ExperimentConfig
 from hybrid.contexts import Writer
 from hybrid.errors import ConfigError
 from hybrid.rollouts import Rollout
-from hybrid.teaching import Making, is_chat, taught, teacher_of
+from hybrid.teaching import Making, is_chat, largest_own_support, taught, teacher_of
 from teachers.alignment import end_of_turn, paired_ends
 from teachers.errors import TeacherError
 from teachers.protocol import Row
@@ -181,6 +181,10 @@ def test_a_server_must_hold_as_many_log_probs_as_the_methods_ask_for(student, ma
     candidates = {"name": "opdvr", "top_k": 48}
     config = experiment(student, teacher={"model": student, "url": "http://127.0.0.1:9"}, method=candidates)
     assert making(config).top_k == 48
+    assert largest_own_support(config) == 0
+    method = {"name": "mix", "parts": [{"method": {"name": "grpd", "top_k": 32, "support": "intersection"}}]}
+    config = experiment(student, teacher={"model": student, "url": "http://127.0.0.1:9"}, method=method)
+    assert (making(config).top_k, largest_own_support(config)) == (32, 32)
 
 
 def test_chats_are_told_from_plain_prompts():
