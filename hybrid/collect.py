@@ -21,9 +21,11 @@ from hybrid.objective.losses import Divergence, SampledDivergence, Support
 from hybrid.objective.objective import Objective
 from hybrid.types import Demonstration, RolloutBatch, View
 from teachers.errors import TeacherCannot
+from teachers.findings import Finding, PreflightFailed
 from teachers.local import LocalTeacher
 from teachers.protocol import Row, Teacher, Want
 from teachers.scores import TeacherScores
+from teachers.tokenizer_check import tokenizer_findings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +403,27 @@ def join(
         step=step,
         max_length=max_length,
     )
+
+
+def foreign_ids(scorers: Mapping[str, Scorer], student: Any) -> list[Finding]:
+    """What to tell of teachers that are asked with the student's ids and whose own tokenizer is known here.
+
+    Args:
+      scorers: by view.
+      student: its tokenizer.
+
+    Raises:
+      PreflightFailed: a teacher has another tokenizer, so it would score another text than the student wrote.
+    """
+    told = []
+    for teacher in {id(scorer.teacher): scorer.teacher for scorer in scorers.values()}.values():
+        if not isinstance(teacher, LocalTeacher) or teacher.tokenizer is None:
+            continue
+        findings = tokenizer_findings(student, teacher.tokenizer, template_declared=True)
+        if any(finding.stops for finding in findings):
+            raise PreflightFailed(teacher.name, findings)
+        told += [finding for finding in findings if not finding.ok]
+    return told
 
 
 def on_device(demonstration: Demonstration, device: torch.device) -> Demonstration:

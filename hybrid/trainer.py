@@ -30,6 +30,7 @@ from hybrid.collect import (
     Rollout,
     StudentMeasures,
     asked,
+    foreign_ids,
     head_of,
     join,
     score_candidates,
@@ -44,6 +45,7 @@ from hybrid.generation import (
     IMAGE_KEYS,
     Generation,
     StepWatch,
+    check_rows,
     check_run,
     check_scorers,
     continued,
@@ -57,9 +59,10 @@ from hybrid.generation import (
     without_heads,
 )
 from hybrid.methods import MethodConfig, method_of
+from hybrid.methods.base import card_of
 from hybrid.micro_batches import MicroBatches, Piece, even_pieces, halves, logps_of, take, tiled
 from hybrid.objective.losses import StudentPass
-from hybrid.objective.objective import Assignment, Objective
+from hybrid.objective.objective import Assignment, Objective, values
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.pictures import PICTURE_COLUMNS, pictures_of
@@ -164,7 +167,9 @@ class HybridTrainer(GRPOTrainer):
     All other arguments are TRL's.
 
     Raises:
-      ConfigError: the method needs a reward, a teacher or more generations than this run has.
+      ConfigError: the method needs a reward, a teacher or more generations than this run has, or a field of TRL's
+        config is set that would change nothing.
+      PreflightFailed: the teacher has another tokenizer than the student.
 
     Example:
       >>> trainer = HybridTrainer("my-student", method="opdvr", teacher="my-teacher", reward_funcs=[correct],
@@ -212,7 +217,10 @@ class HybridTrainer(GRPOTrainer):
         self._early: dict[str, Tensor] | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
+        check_rows(train_dataset, args)
+        self._parent_term = parent_term(self.objective, args)
         self._cutting: MicroBatches | None = None
+        self._name, self._paper, self._tag_names = card_of(self.method)
         super().__init__(model, reward_funcs=reward_funcs or [no_reward], args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
         if args.max_tokens_per_micro_batch is not None:
@@ -237,6 +245,8 @@ class HybridTrainer(GRPOTrainer):
         self._say, self._has_shown = say or log.info, False
         self._skips = Skips(args.bad_gradients)
         check_scorers(self.method, self.plan, self.scorers)
+        for finding in foreign_ids(self.scorers, self._tokenizer):
+            log.warning("%s", finding)
         facts = RunFacts(
             args=args,
             rewarded=self.rewarded,
@@ -246,7 +256,6 @@ class HybridTrainer(GRPOTrainer):
         )
         self._online = chosen_stop(getattr(self.method, "online_stop", None), self.scorers, facts)
         self.add_callback(AfterUpdate(self))
-        self._parent_term = parent_term(self.objective, args)
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
 
@@ -345,6 +354,7 @@ class HybridTrainer(GRPOTrainer):
         if self.model.training:
             self.method_state = state
         self._note(assignment, scored, batch.student_logprob_BT)
+        self._show_advantages(assignment, whole)
         if (gap := largest_gap(out, batch.mask_BT)) is not None:
             gaps = self.accelerator.gather(gap[None])
             self._metrics["train" if self.model.training else "eval"]["sync/max_abs_gap"].append(float(gaps.max()))
@@ -659,13 +669,27 @@ class HybridTrainer(GRPOTrainer):
         for name, value in teacher_metrics(scored, student_logprob_BT).items():
             metrics[name].append(value)
 
+    def _show_advantages(self, assignment: Assignment, whole: RolloutBatch) -> None:
+        """A response's mean advantage stands in TRL's table of completions, where TRL has put that of its own."""
+        advantage_BT = values(assignment, self.objective, ("policy",)).masked_fill(~whole.mask_BT, 0)
+        shown_B = advantage_BT.sum(1) / whole.mask_BT.sum(1).clamp(min=1)
+        shown = self._logs["advantages"]
+        for _ in range(min(len(shown_B), len(shown))):
+            shown.pop()
+        shown.extend(shown_B.tolist())
+
     def _log_terms(self, own: Any) -> None:
-        """The three sums over the whole generation batch, as `hybrid explain` would print them."""
+        """The three sums over the whole generation batch, as `hybrid explain` would print them.
+
+        Another loss type than dapo reduces the policy term otherwise, so that its sum is TRL's `loss` alone.
+        """
         mode = "train" if self.model.training else "eval"
         scale = self.args.steps_per_generation if self.model.training else 1
         parts = torch.stack([own.policy, own.kl, own.sft]).detach()
         total = self.accelerator.reduce(parts, reduction="sum") * scale
         for name, value in zip(("policy", "kl", "sft"), total.tolist(), strict=True):
+            if name == "policy" and self.loss_type != "dapo":
+                continue
             self._metrics[mode][f"loss/{name}"].append(value)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

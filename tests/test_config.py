@@ -233,6 +233,16 @@ def test_another_method_can_be_chosen_on_the_command_line(read):
             ("train.trl.loss_type=cispo",),
             "--set train.trl.loss_type=cispo: train.trl.loss_type: cispo clips every ratio",
         ),
+        (
+            {},
+            ("train.trl.scale_rewards=none",),
+            "--set train.trl.scale_rewards=none: train.trl.scale_rewards: would change nothing: the method says what a",
+        ),
+        (
+            {"method": "method: {name: opd, estimator: reverse_kl}"},
+            ("train.trl.epsilon=0.1",),
+            "--set train.trl.epsilon=0.1: train.trl.epsilon: would change nothing: it belongs to TRL's surrogate",
+        ),
         ({}, ("engine={stage: 2}",), "--set engine={stage: 2}: engine: stage belongs to kind: deepspeed"),
         (
             {},
