@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hybrid.config import TINY, ExperimentConfig, held_out
 from hybrid.consistency import uses_teacher
-from hybrid.data import DataConfig, check_prompt_lengths
+from hybrid.data import DataConfig, check_prompt_lengths, has_answers
 from hybrid.errors import DataError, HybridError
 from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
@@ -49,6 +49,9 @@ DATABASES = ("sqlite:", "mysql", "postgresql", "mssql")
 """Tracking URIs that are opened by nothing less than a connection."""
 
 UNASKED = "is asked by no method of this experiment"
+
+REWARD = "the reward"
+"""How the readers of a column begin that cannot do without a value."""
 
 WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
@@ -128,7 +131,7 @@ class _Checker:
     def run(self) -> None:
         config = self.config
         rewards = self._try(("rewards",), lambda: build_rewards(config.rewards) if config.rewards else [])
-        wanted = [(column, f"the reward {reward.__name__}") for reward in rewards or [] for column in reward.columns]
+        wanted = [(column, f"{REWARD} {reward.__name__}") for reward in rewards or [] for column in reward.columns]
         student = self._tokenizer(("student", "model"), config.student.model)
         source: KeyPath = ("data", "source")
         everything = [*wanted, *self._columns_of_training()]
@@ -231,6 +234,7 @@ class _Checker:
             rows = load()
             assert rows is not None
             has_columns(rows, columns)
+            has_answers(rows, [(column, who) for column, who in columns if who.startswith(REWARD)])
             if tokenizer is not None:
                 self._look_at_lengths(path, rows, tokenizer)
             return len(rows)

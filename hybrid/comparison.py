@@ -67,7 +67,7 @@ def compare_runs(
         runs, folder / "report.html", title=title, baseline=baseline, metric=metric, target=target, wanted=wanted
     )
     picture = learning_curves_png(runs, folder / "learning_curves.png", baseline=baseline, metric=metric)
-    console.print(f"report: {report}", highlight=False)
+    console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return [report, picture, numbers]
 
 
@@ -78,7 +78,9 @@ def default_baseline(runs: Sequence[RunData]) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    """A share in percent with its interval."""
+    """A share in percent with its interval; without it where there is none, as with one seed."""
+    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)):
+        return f"{100 * estimate.value:.1f}" if math.isfinite(estimate.value) else "-"
     low, high = 100 * estimate.low, 100 * estimate.high
     return f"{100 * estimate.value:.1f} [dim]({low:.1f} to {high:.1f})[/dim]"
 
@@ -97,7 +99,7 @@ def print_summary(console: Console, summary: Summary) -> None:
             table.add_row(result.method, *cells, str(result.num_runs), str(result.num_failed))
         console.print(table)
         for comparison in (one for one in summary.comparisons if one.task == task):
-            console.print(f"  {comparison.sentence}", highlight=False)
+            console.print(f"  {comparison.sentence}", highlight=False, soft_wrap=True)
     if summary.across:
         table = Table(title="over all tasks: interquartile mean, and the chance of beating the baseline")
         for column in ("method", "interquartile mean in %", f"P(better than {summary.baseline}) in %"):

@@ -1,6 +1,7 @@
 """Where the models and prompts of an experiment come from, embedded ones included."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import datasets
@@ -11,6 +12,12 @@ from hybrid.errors import DataError
 from hybrid.tiny import Progress, Role, ensure_tiny
 from hybrid.tiny_figures import vision_dataset
 from hybrid.tiny_tasks import VISION_TASKS, tiny_dataset
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""One of them stands in every folder of a model or of its adapter."""
+
+MOST_SHOWN = 6
+"""Folders that a message lists."""
 
 TINY_ROWS = 512
 """Problems of an embedded task where `data.limit` does not say."""
@@ -60,6 +67,22 @@ def held_out_prompts(config: ExperimentConfig) -> datasets.Dataset | None:
     rows = load_prompts(source, seed=HELD_OUT_SEED, builders=BUILDERS)
     num = min(len(rows), config.evaluate.prompts)
     return rows.select(range(len(rows) - num, len(rows)) if splits_off(config) else range(num))
+
+
+def checkpoint_folder(name: str) -> str:
+    """The folder of a checkpoint, or a model's name on the hub.
+
+    Raises:
+      DataError: the folder is not there, or holds no model; the message has the models below it.
+    """
+    folder = Path(name)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise DataError(f"--checkpoint {name}: there is no such folder (looked in {Path.cwd()})")
+    if not folder.exists() or any((folder / file).is_file() for file in MODEL_FILES):
+        return name
+    below = sorted({str(path.parent) for file in MODEL_FILES for path in folder.rglob(file)})
+    there = f"there is one in {', '.join(below[:MOST_SHOWN])}" if below else "nor is there one below it"
+    raise DataError(f"--checkpoint {name}: holds no model (neither {' nor '.join(MODEL_FILES)}); {there}")
 
 
 def model_folder(name: str, role: Role, progress: Progress | None = None) -> str:

@@ -142,7 +142,7 @@ class LocalTeacher:
             model = family.from_pretrained(path, config=config, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             processor = load_processor(path) if has_images else None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise TeacherError(f"no model could be loaded from {str(path)!r} for teacher {name!r}: {error}") from error
         return cls(
             model,
