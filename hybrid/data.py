@@ -340,6 +340,18 @@ def _gym_rows(source: GymSource, seed: int) -> datasets.Dataset:
         ) from error
 
 
+def has_columns(rows: datasets.Dataset, wanted: Sequence[tuple[str, str]], where: str = "") -> None:
+    """Makes sure that each wanted column is there.
+
+    Raises:
+      DataError: names the first that is not, and who wants it.
+    """
+    for column, who in wanted:
+        if column not in rows.column_names:
+            has = ", ".join(rows.column_names)
+            raise DataError(f"{where}has no column '{column}', which {who} needs; it has: {has}")
+
+
 def has_answers(rows: datasets.Dataset, columns: Sequence[tuple[str, str]], where: str = "") -> None:
     """Makes sure that no row lacks what a reward reads, which would stop a run at the step that draws it.
 
@@ -351,11 +363,8 @@ def has_answers(rows: datasets.Dataset, columns: Sequence[tuple[str, str]], wher
     Raises:
       DataError: names the column, who wants it, and the first row without.
     """
+    has_columns(rows, columns, where)
     for column, who in columns:
-        if column not in rows.column_names:
-            raise DataError(
-                f"{where}has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}"
-            )
         values = rows.select_columns([column]).with_format("arrow")[:].column(0)  # pyright: ignore
         if values.null_count:
             first = values.is_null().to_pylist().index(True)

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -16,14 +16,15 @@ from rich.console import Console
 from hybrid.checkpoints import disk_told
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
 from hybrid.data import has_answers
-from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
+from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, needs_vllm, this_rank
 from hybrid.errors import ConfigError, DataError
+from hybrid.in_use import alone_in
 from hybrid.plan import plan_lines
 from hybrid.preflights import preflight_lines
 from hybrid.progress import Bars
 from hybrid.rewards import RewardFunction, build_rewards
 from hybrid.silent import Silent
-from hybrid.sources import checkpoint_folder, held_out_prompts, model_folder, training_prompts
+from hybrid.sources import checkpoint_folder, held_out_prompts, model_folder, training_prompts, whole_model
 from hybrid.stopping import Stop
 from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
@@ -31,7 +32,6 @@ from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main, loss_told
 from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
-from hybrid.training_args import needs_vllm
 
 
 def train_experiment(
@@ -71,9 +71,10 @@ def train_experiment(
     is_main = this_rank().is_main
     console = Console(quiet=not is_main)
     folder = from_main(lambda: run_folder(config, resume))
-    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder), loss_told():
+    alone = alone_in(folder) if is_main else nullcontext()
+    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder), loss_told(), alone:
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
-        student = model_folder(config.student.model, "student", bars.advance)
+        student = whole_model(model_folder(config.student.model, "student", bars.advance))
         for line in plan_lines(config) if this_rank().world == 1 else []:
             console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
         prompts, held_out = training_prompts(config), held_out_prompts(config)

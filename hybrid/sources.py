@@ -8,7 +8,7 @@ import datasets
 
 from hybrid.config import HELD_OUT_SEED, TINY, ExperimentConfig, held_out, splits_off
 from hybrid.data import Builder, DataConfig, load_prompts
-from hybrid.errors import DataError
+from hybrid.errors import ConfigError, DataError
 from hybrid.tiny import Progress, Role, ensure_tiny
 from hybrid.tiny_figures import vision_dataset
 from hybrid.tiny_tasks import VISION_TASKS, tiny_dataset
@@ -67,6 +67,21 @@ def held_out_prompts(config: ExperimentConfig) -> datasets.Dataset | None:
     rows = load_prompts(source, seed=HELD_OUT_SEED, builders=BUILDERS)
     num = min(len(rows), config.evaluate.prompts)
     return rows.select(range(len(rows) - num, len(rows)) if splits_off(config) else range(num))
+
+
+def whole_model(folder: str) -> str:
+    """The student's folder, or its name on the hub.
+
+    Raises:
+      ConfigError: it is the folder of an adapter, whose weights a training would leave as they are.
+    """
+    model, adapter = ((Path(folder) / file).is_file() for file in MODEL_FILES)
+    if adapter and not model:
+        raise ConfigError(
+            f"student.model: {folder} holds a LoRA adapter; write it into its model first: peft's "
+            "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+        )
+    return folder
 
 
 def checkpoint_folder(name: str) -> str:

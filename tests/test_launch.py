@@ -17,7 +17,7 @@ from hybrid.launch import evaluate_experiment, train_experiment
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.read_config import read_experiment
 from hybrid.records import read_records
-from hybrid.sources import checkpoint_folder
+from hybrid.sources import checkpoint_folder, whole_model
 from hybrid.training import cut_records, last_checkpoint
 from tests.experiments import QUICKSTART, ROOT, as_options, losses_of, small
 
@@ -239,7 +239,7 @@ def test_too_few_prompts_for_a_step_train_nothing_and_say_so(tmp_path):
         train_experiment(config, source=QUICKSTART)
 
 
-def test_a_folder_without_a_model_is_no_checkpoint(started):
+def test_a_folder_without_a_model_is_no_checkpoint(started, tmp_path):
     _, folder, _ = started
     config = read_experiment(QUICKSTART, small(folder.parent.parent))
     before = sorted(folder.parent.iterdir())
@@ -248,6 +248,13 @@ def test_a_folder_without_a_model_is_no_checkpoint(started):
     with pytest.raises(DataError, match=r"./nowhere: there is no such folder"):
         evaluate_experiment(config, source=QUICKSTART, checkpoint="./nowhere")
     assert sorted(folder.parent.iterdir()) == before
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}", encoding="utf-8")
+    assert checkpoint_folder(str(adapter)) == str(adapter)
+    with pytest.raises(ConfigError, match=r"student.model: .*adapter holds a LoRA adapter; write it into its"):
+        whole_model(str(adapter))
+    assert whole_model(str(folder / "opdvr" / "model")) == str(folder / "opdvr" / "model")
     assert checkpoint_folder("gpt2") == "gpt2"  # a name on the hub
     assert checkpoint_folder(str(folder / "opdvr" / "model")) == str(folder / "opdvr" / "model")
 
