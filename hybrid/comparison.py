@@ -16,6 +16,9 @@ from hybrid.compare.statistics import Estimate
 from hybrid.compare.summary import Summary, evaluation_metrics, summarise
 from hybrid.errors import HybridError
 
+MOST_KEYS = 4
+"""Settings that a message lists."""
+
 
 def compare_runs(
     *,
@@ -52,12 +55,14 @@ def compare_runs(
       HybridError: the baseline or the metric is in no run.
     """
     runs = load_runs(uri=uri, experiment=experiment, parent_run_id=parent_run_id)
-    shown, _ = latest_of_each_cell(runs)
+    shown, replaced = latest_of_each_cell(runs)
     metric = metric or next(iter(evaluation_metrics(shown)), None)
     if metric is None:
         raise HybridError(f"no run of {experiment!r} has an evaluation; train with evaluate: {{}} in the experiment")
     baseline = baseline or default_baseline(shown)
     summary = summarise(shown, metric=metric, baseline=baseline, target=target, wanted=wanted)
+    if replaced:
+        console.print(left_out(shown, replaced), style="yellow", highlight=False, soft_wrap=True)
     print_summary(console, summary)
     folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "comparison.json"
@@ -69,6 +74,18 @@ def compare_runs(
     picture = learning_curves_png(runs, folder / "learning_curves.png", baseline=baseline, metric=metric)
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return [report, picture, numbers]
+
+
+def left_out(shown: Sequence[RunData], replaced: Sequence[RunData]) -> str:
+    """What is said of trainings that a later one of the same method, seed and task replaces, and how they differ."""
+    newest = {(run.method, run.seed, run.task): run.params for run in shown}
+    pairs = [(run.params, newest[run.method, run.seed, run.task]) for run in replaced]
+    differ = sorted({key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)})
+    told = f", some with another {', '.join(differ[:MOST_KEYS])}" if differ else ""
+    return (
+        f"left out: {len(replaced)} of {len(replaced) + len(shown)} trainings, each with a later one of the same "
+        f"method, seed and task{told}; a sweep keeps such apart (vary)"
+    )
 
 
 def default_baseline(runs: Sequence[RunData]) -> str:
