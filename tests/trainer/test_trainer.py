@@ -210,6 +210,17 @@ def test_a_teacher_of_another_tokenizer_is_refused(tmp_path):
         train(tmp_path, "opdvr", teacher=LocalTeacher(model(1, vocab_size=60), other))
 
 
+def test_a_teacher_that_ends_otherwise_is_worth_a_warning(tmp_path, caplog):
+    ends, pads = tokenizer(), tokenizer()
+    ends.eos_token, pads.pad_token = "#", "#"
+    for other, told in ((ends, "eos_token_id is 1 and 15"), (pads, None)):
+        caplog.clear()
+        trainer = train(tmp_path, "opdvr", teacher=LocalTeacher(model(1), other), steps=1)
+        assert trainer.state.global_step == 1
+        assert ("special tokens" in caplog.text) == (told is not None)
+        assert told is None or told in caplog.text
+
+
 def test_what_is_told_of_a_run_is_told_of_its_method(tmp_path):
     """The table of completions has the advantages that train, the card the method; TRL's would be those of GRPO."""
     seen = []
