@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hybrid.config import TINY, ExperimentConfig, held_out
 from hybrid.consistency import uses_teacher
-from hybrid.data import DataConfig, check_prompt_lengths
-from hybrid.errors import DataError, HybridError
+from hybrid.data import DataConfig, check_prompt_lengths, has_answers, has_columns
+from hybrid.engine import needs_vllm
+from hybrid.errors import ConfigError, DataError, HybridError
 from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.read_config import Problem, read_document, validated
@@ -42,13 +43,16 @@ from hybrid.yaml_file import Document, KeyPath, dotted
 from teachers.errors import TeacherError
 from teachers.findings import Finding as TeacherFinding
 from teachers.findings import PreflightFailed
-from teachers.processors import load_processor, reads_images
+from teachers.processors import load_processor, model_config, reads_images
 from teachers.tokenizer_check import tokenizer_findings
 
 DATABASES = ("sqlite:", "mysql", "postgresql", "mssql")
 """Tracking URIs that are opened by nothing less than a connection."""
 
 UNASKED = "is asked by no method of this experiment"
+
+REWARD = "the reward"
+"""How the readers of a column begin that cannot do without a value."""
 
 WRITTEN_BY = "write it first, e.g. with `hybrid teacher demonstrate`"
 
@@ -128,7 +132,7 @@ class _Checker:
     def run(self) -> None:
         config = self.config
         rewards = self._try(("rewards",), lambda: build_rewards(config.rewards) if config.rewards else [])
-        wanted = [(column, f"the reward {reward.__name__}") for reward in rewards or [] for column in reward.columns]
+        wanted = [(column, f"{REWARD} {reward.__name__}") for reward in rewards or [] for column in reward.columns]
         student = self._tokenizer(("student", "model"), config.student.model)
         source: KeyPath = ("data", "source")
         everything = [*wanted, *self._columns_of_training()]
@@ -233,6 +237,7 @@ class _Checker:
             rows = load()
             assert rows is not None
             has_columns(rows, columns)
+            has_answers(rows, [(column, who) for column, who in columns if who.startswith(REWARD)])
             if tokenizer is not None:
                 self._look_at_lengths(path, rows, tokenizer)
             return rows
@@ -317,7 +322,7 @@ class _Checker:
         """Tokens that the student takes, prompt and completion together."""
         known = [int(tokenizer.model_max_length)]
         if not self.config.student.model.startswith(TINY):
-            text_config = AutoConfig.from_pretrained(self.config.student.model).get_text_config()
+            text_config = model_config(self.config.student.model).get_text_config()
             known.append(int(getattr(text_config, "max_position_embeddings", None) or known[0]))
         return min(known)
 
@@ -349,6 +354,10 @@ class _Checker:
             self._say("error", (*path, "model"), f"{what}; give it one: teacher.prompt.chat_template, a file")
 
     def _look_at_engine(self) -> None:
+        try:
+            needs_vllm(self.config)
+        except ConfigError as error:  # no error, for it may be there where the run will be
+            self._say("fact", ("engine", "rollouts", "engine"), str(error).removeprefix("engine.rollouts.engine: "))
         file = self.config.engine.config_file
         if file is None:
             return
@@ -358,17 +367,6 @@ class _Checker:
             self._say("error", ("engine", "config_file"), f"'{file}' cannot be read: {error.strerror}")
         except ValueError as error:
             self._say("error", ("engine", "config_file"), f"'{file}' is no JSON: {error}")
-
-
-def has_columns(rows: datasets.Dataset, wanted: Sequence[tuple[str, str]]) -> None:
-    """Makes sure that each wanted column is there.
-
-    Raises:
-      DataError: names the first that is not, and who wants it.
-    """
-    for column, who in wanted:
-        if column not in rows.column_names:
-            raise DataError(f"has no column '{column}', which {who} needs; it has: {', '.join(rows.column_names)}")
 
 
 def is_hub_name(name: str) -> bool:

@@ -174,7 +174,7 @@ def explain(
 @app.command()
 def ui(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="The experiment whose runs are shown.", show_default=False)
+        Path | None, typer.Argument(metavar="FILE", help="The experiment whose runs are shown.", show_default=False)
     ] = None,
     settings: Settings = None,
     uri: Annotated[str | None, typer.Option(help="Tracking URI, in place of the file's.", show_default=False)] = None,

@@ -23,9 +23,11 @@ from hybrid.objective.step import Candidates, CandidateSupport
 from hybrid.rollouts import Rollout, demonstrations, on_device, teacher_accuracies
 from hybrid.types import RolloutBatch, View
 from teachers.errors import TeacherCannot
+from teachers.findings import Finding, PreflightFailed
 from teachers.local import LocalTeacher
 from teachers.protocol import Row, Teacher, Want
 from teachers.scores import TeacherScores
+from teachers.tokenizer_check import tokenizer_findings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +342,28 @@ def join(
         step=step,
         max_length=max_length,
     )
+
+
+def foreign_ids(scorers: Mapping[str, Scorer], student: Any) -> list[Finding]:
+    """What to tell of teachers that are asked with the student's ids and whose own tokenizer is known here.
+
+    Args:
+      scorers: by view.
+      student: its tokenizer.
+
+    Raises:
+      PreflightFailed: a teacher has another tokenizer, so it would score another text than the student wrote.
+    """
+    told = []
+    for teacher in {id(scorer.teacher): scorer.teacher for scorer in scorers.values()}.values():
+        if not isinstance(teacher, LocalTeacher) or teacher.tokenizer is None:
+            continue
+        findings = tokenizer_findings(student, teacher.tokenizer, template_declared=True)
+        if any(finding.stops for finding in findings):
+            raise PreflightFailed(teacher.name, findings)
+        # BOS and PAD may differ where ids are handed over: neither stands in a response
+        told += [finding for finding in findings if not finding.ok and "eos_token_id" in finding.detail]
+    return told
 
 
 def scorers_of(

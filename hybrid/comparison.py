@@ -18,6 +18,9 @@ from hybrid.compare.statistics import Estimate
 from hybrid.compare.summary import COSTS, MethodResult, Summary, evaluation_metrics, summarise
 from hybrid.errors import HybridError
 
+MOST_KEYS = 4
+"""Settings that a message lists."""
+
 
 def compare_runs(
     *,
@@ -54,13 +57,15 @@ def compare_runs(
       HybridError: the baseline or the metric is in no run, or target or wanted is no share.
     """
     runs = load_runs(uri=uri, experiment=experiment, parent_run_id=parent_run_id)
-    shown, _ = latest_of_each_cell(runs)
+    shown, replaced = latest_of_each_cell(runs)
     evaluations = evaluation_metrics(shown)
     metric = next(iter(evaluations), None) if metric is None else stored_name(metric, evaluations)
     if metric is None:
         raise HybridError(f"no run of {experiment!r} has an evaluation; train with evaluate: {{}} in the experiment")
     baseline = baseline or default_baseline(shown)
     summary = summarise(shown, metric=metric, baseline=baseline, target=target, wanted=wanted)
+    if replaced:
+        console.print(left_out(shown, replaced), style="yellow", highlight=False, soft_wrap=True)
     print_summary(console, summary)
     if (most := most_tries(evaluations)) is not None and most != metric:
         print_results(console, summarise(shown, metric=most, baseline=baseline, target=target, wanted=wanted))
@@ -72,8 +77,20 @@ def compare_runs(
         runs, folder / "report.html", title=title, baseline=baseline, metric=metric, target=target, wanted=wanted
     )
     picture = learning_curves_png(runs, folder / "learning_curves.png", baseline=baseline, metric=metric)
-    console.print(f"report: {report}", highlight=False)
+    console.print(f"report: {report}", highlight=False, soft_wrap=True)
     return [report, picture, numbers]
+
+
+def left_out(shown: Sequence[RunData], replaced: Sequence[RunData]) -> str:
+    """What is said of trainings that a later one of the same method, seed and task replaces, and how they differ."""
+    newest = {(run.method, run.seed, run.task): run.params for run in shown}
+    pairs = [(run.params, newest[run.method, run.seed, run.task]) for run in replaced]
+    differ = sorted({key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)})
+    told = f", some with another {', '.join(differ[:MOST_KEYS])}" if differ else ""
+    return (
+        f"left out: {len(replaced)} of {len(replaced) + len(shown)} trainings, each with a later one of the same "
+        f"method, seed and task{told}; a sweep keeps such apart (vary)"
+    )
 
 
 def default_baseline(runs: Sequence[RunData]) -> str:

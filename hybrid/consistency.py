@@ -17,7 +17,7 @@ from hybrid.teacher_config import (
     ServedTeacherConfig,
     teachers_of,
 )
-from hybrid.trl_fields import OWN_NAMES, trl_field_names
+from hybrid.trl_fields import IDLE_NAMES, OWN_NAMES, SURROGATE_DEFAULTS, trl_field_names
 from hybrid.yaml_file import KeyPath
 
 Contradiction = tuple[KeyPath, str]
@@ -106,6 +106,8 @@ def _trl(config: ExperimentConfig) -> Iterator[Contradiction]:
             yield ("train", "trl", key), f"is set by {OWN_NAMES[key]} here; set it there"
         elif key == "hub_token":
             yield ("train", "trl", key), "is a secret, which no YAML should hold; put it into the environment: HF_TOKEN"
+        elif key in IDLE_NAMES:
+            yield ("train", "trl", key), f"would change nothing: {IDLE_NAMES[key]}; leave it out"
         elif key not in names:
             near = difflib.get_close_matches(key, sorted(names), n=1)
             hint = f"did you mean {near[0]}?" if near else "see the documentation of GRPOConfig"
@@ -148,8 +150,20 @@ def _method(config: ExperimentConfig, path: KeyPath, method: MethodConfig) -> It
             ("train", "generations"),
             f"is {config.train.generations}, and {method.name} compares at least {least} responses per prompt",
         )
+    yield from _idle(config, method.name, objective)
     yield from _one_measurement(path, method.name, objective)
     yield from _measurements(config, path, method, objective)
+
+
+def _idle(config: ExperimentConfig, name: str, objective: Objective) -> Iterator[Contradiction]:
+    """Fields of TRL's surrogate, with a method that it does not compute."""
+    wanted = [key for key, default in SURROGATE_DEFAULTS.items() if config.train.trl.get(key, default) != default]
+    if not wanted:
+        return
+    from hybrid.generation import surrogate_term, without_surrogate
+
+    if surrogate_term(objective) is None:
+        yield ("train", "trl", wanted[0]), without_surrogate(name)
 
 
 def _one_measurement(path: KeyPath, name: str, objective: Objective) -> Iterator[Contradiction]:

@@ -128,8 +128,9 @@ def load_prompts(config: DataConfig, *, seed: int, builders: Mapping[str, Builde
     for name in dict.fromkeys([*needed, *kept]):
         if name not in rows.column_names:
             near = difflib.get_close_matches(name, rows.column_names, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise DataError(f"{where.name}: no column '{name}'{hint} It has: {', '.join(rows.column_names)}")
+            hint = f"did you mean '{near[0]}'? It has" if near else "it has"
+            way = " (data.prompt_column names another)" if name == "prompt" and config.template is None else ""
+            raise DataError(f"{where.name}: no column '{name}'; {hint}: {', '.join(rows.column_names)}{way}")
     if reserved := sorted(RESERVED_COLUMNS.intersection(kept)):
         raise DataError(
             f"{where.name}: column '{reserved[0]}' has a name that the trainer uses itself, so no reward would "
@@ -224,7 +225,12 @@ def _source(config: DataConfig, seed: int, builders: Mapping[str, Builder]) -> t
         if path.suffix == ".parquet":
             return _parquet_rows(path, source), where
     if path.is_file():
-        raise DataError(f"{source}: a file of prompts ends in .jsonl or .parquet")
+        kind = path.suffix.removeprefix(".").replace("tsv", "csv")
+        kind = kind if kind in ("csv", "json", "arrow") else "text"
+        raise DataError(
+            f"{source}: a file of prompts ends in .jsonl or .parquet; to make one: "
+            f"datasets.load_dataset('{kind}', data_files='{source}', split='train').to_parquet('{path.stem}.parquet')"
+        )
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         return _saved_rows(path, config.split), where
     prefix, colon, _ = source.partition(":")
@@ -332,6 +338,40 @@ def _gym_rows(source: GymSource, seed: int) -> datasets.Dataset:
             f"reasoning-gym task '{source.task}' does not take the params {source.params}: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def has_columns(rows: datasets.Dataset, wanted: Sequence[tuple[str, str]], where: str = "") -> None:
+    """Makes sure that each wanted column is there.
+
+    Raises:
+      DataError: names the first that is not, and who wants it.
+    """
+    for column, who in wanted:
+        if column not in rows.column_names:
+            has = ", ".join(rows.column_names)
+            raise DataError(f"{where}has no column '{column}', which {who} needs; it has: {has}")
+
+
+def has_answers(rows: datasets.Dataset, columns: Sequence[tuple[str, str]], where: str = "") -> None:
+    """Makes sure that no row lacks what a reward reads, which would stop a run at the step that draws it.
+
+    Args:
+      rows: the prompts.
+      columns: each with who reads it.
+      where: what messages begin with.
+
+    Raises:
+      DataError: names the column, who wants it, and the first row without.
+    """
+    has_columns(rows, columns, where)
+    for column, who in columns:
+        values = rows.select_columns([column]).with_format("arrow")[:].column(0)  # pyright: ignore
+        if values.null_count:
+            first = values.is_null().to_pylist().index(True)
+            raise DataError(
+                f"{where}'{column}', which {who} needs, is missing or null in {values.null_count} of {len(rows)} rows, "
+                f"first in row {first + 1}; give it a value there, or leave these rows out"
+            )
 
 
 def _fields(template: str) -> list[str]:

@@ -5,6 +5,7 @@ PyTorch's elastic agent (what `torchrun` is) and runs the same command once per 
 and trains. The agent restarts nothing: a run that lost a process goes on from its checkpoint.
 """
 
+import importlib.util
 import json
 import logging
 import os
@@ -332,3 +333,17 @@ def own_settings(path: Path, common: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"engine.config_file: {path} must hold one JSON object")
     filled = {name: value for name, value in common.items() if found.get(name, "auto") == "auto"}
     return {name: value for name, value in found.items() if name != "train_batch_size" or value != "auto"} | filled
+
+
+def needs_vllm(config: ExperimentConfig) -> None:
+    """Refuses vLLM rollouts where vLLM is not installed, before a model is loaded.
+
+    Raises:
+      ConfigError: says what to install.
+    """
+    engine = config.engine.rollouts.engine
+    if engine != "transformers" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine.rollouts.engine: {engine} needs vLLM beside the trainer, and it is not installed here: "
+            "pip install 'hybrid-rl[vllm]', or generate with engine: transformers"
+        )

@@ -13,7 +13,7 @@ from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.run_notes import evaluation_note, note
 from hybrid.served_evaluation import evaluate_served
-from hybrid.sources import held_out_prompts, model_folder
+from hybrid.sources import checkpoint_folder, held_out_prompts, model_folder
 from hybrid.stopping import Stop
 from hybrid.summary_table import print_evaluation
 from hybrid.training import Setting, load_student, run_evaluation, sampling_of
@@ -55,14 +55,15 @@ def evaluate_experiment(
     folder = run_folder(config, None)
     rewards = build_rewards(config.rewards)
     with Bars(console) as bars, open_parent(config, folder) as parent:
-        model = checkpoint or config.student.model
+        chosen = None if checkpoint is None else checkpoint_folder(checkpoint)
+        model = chosen or config.student.model
         if served is not None:
             show = bars.part("evaluation")
             model, found = evaluate_served(
                 served, served_model, held_out, rewards, sampling_of(config), config.student.chat_template_kwargs, show
             )
         else:
-            student = checkpoint or model_folder(config.student.model, "student", bars.advance)
+            student = chosen or model_folder(config.student.model, "student", bars.advance)
             setting = Setting(
                 config=config,
                 folder=folder,
@@ -84,7 +85,7 @@ def evaluate_experiment(
         (folder / "evaluation.json").write_bytes(orjson.dumps(summary(found, model), option=orjson.OPT_INDENT_2))
         parent.artifact_file(folder / "evaluation.json")
     print_evaluation(console, found, model)
-    console.print(f"written: {folder / 'evaluation.json'}", highlight=False, markup=False)
+    console.print(f"written: {folder / 'evaluation.json'}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybrid.errors import ConfigError, DataError, HybridError, MissingMeasurement
-from hybrid.methods.base import MethodConfig
+from hybrid.methods.base import MethodConfig, card_of
 from hybrid.objective.divergence import divergence, with_tail
 from hybrid.objective.losses import Divergence, StudentPass
 from hybrid.objective.objective import Assignment, Loss, Objective, values
@@ -31,7 +31,7 @@ class Explanation:
     """A method's credit for every token of a record, and the loss that comes of it.
 
     Attributes:
-      method: the method with all its settings.
+      method: the method with all its settings, or an objective.
       records: what was explained.
       advantage_BT: A, before the reduction; 0 where nothing trains.
       kl_weight_BT: c, likewise.
@@ -42,7 +42,7 @@ class Explanation:
       state: after this step.
     """
 
-    method: MethodConfig
+    method: MethodConfig | Objective
     records: Records
     advantage_BT: Float[Tensor, "B T"]
     kl_weight_BT: Float[Tensor, "B T"]
@@ -52,11 +52,21 @@ class Explanation:
     metrics: Mapping[str, float | None]
     state: State
 
+    @property
+    def name(self) -> str:
+        """The method's; of an objective, those of its terms."""
+        return card_of(self.method)[0]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings of the method; of an objective, its name."""
+        return {"name": self.name} if isinstance(self.method, Objective) else self.method.model_dump(mode="json")
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `hybrid explain --json` prints."""
         loss = {name: _plain(float(getattr(self.loss, name))) for name in ("policy", "kl", "sft", "total")}
         return {
-            "method": self.method.model_dump(mode="json"),
+            "method": self.settings,
             "responses": [
                 {
                     "response_id": self.records.response_ids[row],
@@ -79,19 +89,19 @@ def _plain(value: float) -> float:
 
 
 def explain(
-    method: MethodConfig, records: Records, *, step: int | None = None, state: State | None = None
+    method: MethodConfig | Objective, records: Records, *, step: int | None = None, state: State | None = None
 ) -> dict[str, Any]:
     """The object that `hybrid explain --json` prints; see `explanation`."""
     return explanation(method, records, step=step, state=state).to_dict()
 
 
 def explanation(
-    method: MethodConfig, records: Records, *, step: int | None = None, state: State | None = None
+    method: MethodConfig | Objective, records: Records, *, step: int | None = None, state: State | None = None
 ) -> Explanation:
     """Assigns a method's credit to recorded rollouts and computes the loss at the recorded student.
 
     Args:
-      method: the method and its settings.
+      method: the method and its settings, or an objective of your own.
       records: one generation batch.
       step: number of updates made before this batch, for every schedule; None is that of the records.
       state: of a stateful method before this batch; None is its first.
@@ -101,7 +111,8 @@ def explanation(
       ConfigError: `state` is not this method's.
       HybridError: a result is not a finite number.
     """
-    objective = method.build()
+    objective = method if isinstance(method, Objective) else method.build()
+    name = card_of(method)[0]
     batch = records.batch if step is None else replace(records.batch, step=step)
     batch = _in_one_order(batch, objective, records.response_ids)
     made = {loss: _top_divergence(batch, loss) for loss in objective.divergences if _from_supports(batch, loss)}
@@ -111,16 +122,16 @@ def explanation(
         batch = replace(batch, reverse_kl_BT=next(to_teacher, None))
     assignment, new_state = objective.assign(batch, _checked_state(state, objective))
     loss = objective.loss(assignment, batch, _student_pass(records, batch, objective, made))
-    for name in ("policy", "kl", "sft"):
-        value = float(getattr(loss, name))
+    for part in ("policy", "kl", "sft"):
+        value = float(getattr(loss, part))
         if not math.isfinite(value):
             raise HybridError(
-                f"the {name} loss of {method.name} is {value}: a setting or a number of the record is too large "
+                f"the {part} loss of {name} is {value}: a setting or a number of the record is too large "
                 f"({_most_extreme(records)}); bound it (ratio_clip) or take it out"
             )
     advantage_BT, kl_weight_BT = values(assignment, objective, ("policy",)), values(assignment, objective, ("kl",))
-    metrics = {name: total / count if count else None for name, (total, count) in assignment.metrics.items()}
-    _refuse_overflow(method.name, (advantage_BT, kl_weight_BT), (metrics.values(), *new_state.values()))
+    metrics = {key: total / count if count else None for key, (total, count) in assignment.metrics.items()}
+    _refuse_overflow(name, (advantage_BT, kl_weight_BT), (metrics.values(), *new_state.values()))
     kept_BT = torch.zeros_like(batch.mask_BT)
     for term, credit in zip(objective.terms, assignment.terms, strict=True):
         if term.kind != "sft":

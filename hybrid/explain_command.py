@@ -47,7 +47,7 @@ def run_explain(
     Args:
       file: the record.
       method: a method's name, or a YAML file that holds a method block or an experiment.
-      settings: `key=value` each, as in a YAML; with `compare`, `NAME.key=value`.
+      settings: `key=value` or `method.key=value` each, as in a YAML; with `compare`, `NAME.key=value`.
       step: number of updates made before this batch; in a file of several steps, also which of them. None is the first
         recorded step, or 0.
       state: JSON file with the state of a stateful method, or an earlier explanation.
@@ -92,7 +92,7 @@ def method_from(name: str, settings: Sequence[str] = (), *, option: str = "--met
     """
     document = _method_document(name, option)
     try:
-        document = override(document, [f"method.{setting}" for setting in settings])
+        document = override(document, [f"method.{setting.removeprefix('method.')}" for setting in settings])
         document = _with_nested_defaults(document)
         # JSON, because strict Python input would want tuples where a file has lists.
         return _OnlyMethod.model_validate_json(pydantic_core.to_json(document.values), strict=True).method

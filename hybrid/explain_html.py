@@ -58,7 +58,7 @@ def summary(name: str, one: Explanation) -> str:
         f'<tr><td>{html.escape(key)}</td><td class="n">{"-" if value is None else f"{value + 0.0:.6g}"}</td></tr>'
         for key, value in {**numbers, **one.metrics}.items()
     )
-    settings = html.escape(json.dumps(one.method.model_dump(mode="json"), ensure_ascii=False))
+    settings = html.escape(json.dumps(one.settings, ensure_ascii=False))
     return (
         f"<section><h2>{html.escape(name)}</h2><p class='faint'>{html.escape(str(changed_settings(one)))}</p>"
         f"<table>{rows}</table><details><summary class='faint'>all settings</summary><code>{settings}</code></details>"

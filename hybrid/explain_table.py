@@ -11,6 +11,7 @@ from hybrid.explain import Explanation
 from hybrid.explain_compare import agreements, differences, treatments
 from hybrid.methods.base import MethodConfig
 from hybrid.methods.mix import Mix
+from hybrid.objective.objective import Objective
 from hybrid.records import Records
 
 STYLES: Mapping[str, str] = {
@@ -49,7 +50,7 @@ def legend() -> Text:
 
 def explanation_table(one: Explanation, *, title: str | None = None) -> RenderableType:
     """Settings, one row per response with its tokens coloured, losses, metrics and state."""
-    table = Table(title=title or one.method.name, caption=changed_settings(one), expand=True, show_lines=True)
+    table = Table(title=title or one.name, caption=changed_settings(one), expand=True, show_lines=True)
     for name in ("response", "reward", "branch", "kept", "mean A"):
         table.add_column(name, justify="left" if name in ("response", "branch") else "right", no_wrap=True)
     table.add_column("tokens", ratio=1)
@@ -70,6 +71,8 @@ def explanation_table(one: Explanation, *, title: str | None = None) -> Renderab
 
 def changed_settings(one: Explanation) -> Text:
     """The settings that are not the method's defaults."""
+    if isinstance(one.method, Objective):
+        return Text("an objective of its own")
     return Text(changes(one.method) or "default settings")
 
 

@@ -18,6 +18,7 @@ from hybrid.methods.base import MethodConfig
 from hybrid.objective.losses import Likelihood, PolicyLoss, SampledDivergence
 from hybrid.objective.objective import Assignment, Objective, Term, TermCredit
 from hybrid.rollouts import Rollout
+from hybrid.trl_fields import IDLE_NAMES, SURROGATE_DEFAULTS
 from hybrid.types import Demonstration, RolloutBatch, State, View, take_rows
 
 IMAGE_KEYS = (
@@ -159,14 +160,20 @@ def parent_term(objective: Objective, args: Any) -> Term | None:
     Raises:
       ConfigError: a loss type other than dapo, with a method that brings its own reduction.
     """
-    policy = [term for term in objective.terms if isinstance(term.loss, PolicyLoss)]
-    single = len(policy) == 1 and not policy[0].scale and "scores.student.top" not in policy[0].needs
-    plain = single and policy[0].reduction.name == "token_mean"
+    term = surrogate_term(objective)
+    plain = term is not None and term.reduction.name == "token_mean"
     if args.loss_type != "dapo" and not (plain and len(objective.terms) == 1):
         raise ConfigError(
             f"loss_type {args.loss_type!r} is TRL's own reduction and works with methods of one policy term that leave "
             "the reduction at token_mean (grpo, opd, opdvr, ...); leave loss_type at dapo, the method brings its own"
         )
+    return term
+
+
+def surrogate_term(objective: Objective) -> Term | None:
+    """The only policy term, where it is unscaled and without candidates; else None."""
+    policy = [term for term in objective.terms if isinstance(term.loss, PolicyLoss)]
+    single = len(policy) == 1 and not policy[0].scale and "scores.student.top" not in policy[0].needs
     return policy[0] if single else None
 
 
@@ -260,6 +267,44 @@ def check_run(method: MethodConfig | Objective, plan: Plan, args: Any, *, reward
         )
     if args.temperature <= 0:
         raise ConfigError(f"temperature is {args.temperature}: training samples need a temperature above 0")
+    refuse_idle(method, args)
+
+
+def check_rows(rows: Any, args: Any) -> None:
+    """Refuses a data set that is too small for a single step, of which TRL would make none and say nothing.
+
+    Raises:
+      ConfigError: says how many prompts a step takes.
+    """
+    wanted = args.generation_batch_size // args.num_generations
+    if hasattr(rows, "__len__") and len(rows) < wanted:
+        raise ConfigError(
+            f"a step takes {wanted} different prompts, and train_dataset has {len(rows)}; give more, or lower "
+            "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation"
+        )
+
+
+def refuse_idle(method: MethodConfig | Objective, args: Any) -> None:
+    """Refuses fields of TRL's config that are set and would change nothing.
+
+    Raises:
+      ConfigError: names the field, and the setting of the method that takes its place.
+    """
+    name = getattr(method, "name", "the objective")
+    for key, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
+        if getattr(args, key) != default:
+            raise ConfigError(f"{key} {getattr(args, key)!r} would change nothing: {IDLE_NAMES[key]}; leave {key} out")
+    wanted = [key for key, default in SURROGATE_DEFAULTS.items() if getattr(args, key) != default]
+    if wanted and surrogate_term(method if isinstance(method, Objective) else method.build()) is None:
+        raise ConfigError(f"{wanted[0]} {without_surrogate(name)}")
+
+
+def without_surrogate(name: str) -> str:
+    """Why a field of TRL's surrogate is refused with the method of that name."""
+    return (
+        "would change nothing: it belongs to TRL's surrogate, which works for methods of one policy term (grpo, opd, "
+        f"opdvr, ...), and {name} has none or several, or one over candidates; leave it out"
+    )
 
 
 def check_scorers(method: MethodConfig | Objective, plan: Plan, scorers: Mapping[str, Scorer]) -> None:

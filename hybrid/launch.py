@@ -3,25 +3,28 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import datetime
 from pathlib import Path
 
 import torch
 import transformers
+from datasets import Dataset
 from rich.console import Console
 
 from hybrid.checkpoints import disk_told
 from hybrid.config import TINY, ExperimentConfig, resolved_yaml
-from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, this_rank
+from hybrid.data import has_answers
+from hybrid.engine import ONE_NODE, Nodes, join, launch, needs_launch, needs_vllm, this_rank
 from hybrid.errors import ConfigError, DataError
+from hybrid.in_use import alone_in
 from hybrid.plan import plan_lines
 from hybrid.preflights import preflight_lines
 from hybrid.progress import Bars
-from hybrid.rewards import build_rewards
+from hybrid.rewards import RewardFunction, build_rewards
 from hybrid.run_notes import experiment_note, note
 from hybrid.silent import Silent
-from hybrid.sources import held_out_prompts, model_folder, shared_prompts, training_prompts
+from hybrid.sources import held_out_prompts, model_folder, shared_prompts, training_prompts, whole_model
 from hybrid.stopping import Stop
 from hybrid.summary_table import print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
@@ -29,7 +32,6 @@ from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main, loss_told
 from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, saved, train_method
-from hybrid.training_args import needs_vllm
 
 
 def train_experiment(
@@ -69,15 +71,17 @@ def train_experiment(
     is_main = this_rank().is_main
     console = Console(quiet=not is_main)
     folder = from_main(lambda: run_folder(config, resume))
-    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder), loss_told():
+    alone = alone_in(folder) if is_main else nullcontext()
+    with Bars(console) as bars, Stop(bars.say) as stop, disk_told(folder), loss_told(), alone:
         bars.say(f"[bold]{config.name}[/bold]  {source}  ->  {folder}")
-        student = model_folder(config.student.model, "student", bars.advance)
+        student = whole_model(model_folder(config.student.model, "student", bars.advance))
         for line in plan_lines(config) if this_rank().world == 1 else []:
-            console.print(line, style="dim", highlight=False, markup=False)
+            console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
         prompts, held_out = training_prompts(config), held_out_prompts(config)
         if held_out is not None and (shared := shared_prompts(prompts, held_out)) is not None:
             console.print(shared, style="yellow")
         rewards = build_rewards(config.rewards) if config.rewards else []
+        refuse_poor_data(config, prompts, held_out, rewards)
         if is_main:
             (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         with (
@@ -85,7 +89,7 @@ def train_experiment(
             open_parent(config, folder) as parent,
         ):
             for line in from_main(lambda: preflight_lines(config, teacher, prompts, student)):
-                console.print(line, style="dim", highlight=False, markup=False)
+                console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
             setting = Setting(
                 config=config,
                 folder=folder,
@@ -108,8 +112,25 @@ def train_experiment(
             if is_main and stop.received is None and all_sent(folder, list(config.methods), parent, bars.say):
                 report = write_comparison(config, folder, parent) if held_out is not None else None
     print_outcomes(console, outcomes, report)
-    console.print(closing(config, source, folder, stop), highlight=False)
+    console.print(closing(config, source, folder, stop), highlight=False, soft_wrap=True)
     return stop.exit_code
+
+
+def refuse_poor_data(
+    config: ExperimentConfig, prompts: Dataset, held_out: Dataset | None, rewards: Sequence[RewardFunction]
+) -> None:
+    """Refuses prompts that would stop the training at some step, or that make none.
+
+    Raises:
+      DataError: too few prompts for a step, or a row without what a reward reads.
+    """
+    wanted = config.train.prompts_per_step
+    if len(prompts) < wanted:
+        raise DataError(f"train.prompts_per_step: a step takes {wanted} prompts; the data has {len(prompts)}")
+    for where, rows in (("data.source: ", prompts), ("evaluate.data: ", held_out)):
+        if rows is not None:
+            columns = [(column, f"the reward {one.__name__}") for one in rewards for column in one.columns]
+            has_answers(rows, columns, where)
 
 
 def start_processes(
@@ -131,7 +152,7 @@ def start_processes(
             if isinstance(block, LocalTeacherConfig) and block.model.startswith(TINY):
                 model_folder(block.model, "teacher", bars.advance)
     for line in plan_lines(config, nodes):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     folder = Path(config.tracking.folder) / config.name
     command = ["-m", "hybrid.cli", "train", str(source)]
     command += [part for setting in overrides for part in ("--set", setting)]
@@ -167,7 +188,9 @@ def run_folder(config: ExperimentConfig, resume: str | None) -> Path:
     if resume == "latest":
         starts = sorted(p for p in root.glob("*") if (p / "experiment.yaml").is_file())
         if not starts:
-            raise ConfigError(f"there is no earlier start of {config.name} in {root}; run without --resume")
+            raise ConfigError(
+                f"there is no earlier start of {config.name} in {root}; run without --resume or --from-best"
+            )
         return starts[-1]
     if resume is not None:
         if not (Path(resume) / "experiment.yaml").is_file():

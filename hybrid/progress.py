@@ -43,7 +43,7 @@ class Bars(AbstractContextManager["Bars"]):
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self.console.print(line, highlight=False)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def advance(self, part: str, done: int, total: int, note: str = "") -> None:
         """Shows how far a part is; a finished part's bar goes away."""
@@ -68,7 +68,7 @@ class Bars(AbstractContextManager["Bars"]):
         share = done / total if total else 0.0
         if share >= 1 or share - self._told.get(part, -1.0) >= 1 / 4:
             self._told[part] = share if share < 1 else -1.0
-            self.console.print(f"{part}: {done}/{total} {note}".rstrip(), highlight=False)
+            self.console.print(f"{part}: {done}/{total} {note}".rstrip(), highlight=False, soft_wrap=True)
 
 
 def note_of(metrics: Mapping[str, float]) -> str:

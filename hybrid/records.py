@@ -67,7 +67,7 @@ class Records:
         return tuple(len(ids) for ids in self.token_ids)
 
 
-def read_records(path: Path, *, step: int | None = None) -> Records:
+def read_records(path: str | Path, *, step: int | None = None) -> Records:
     """Reads one generation batch of a record file.
 
     Args:
@@ -77,6 +77,7 @@ def read_records(path: Path, *, step: int | None = None) -> Records:
     Raises:
       DataError: the file is missing, empty or malformed; the message names line, response and key.
     """
+    path = Path(path)
     rows = list(parsed_lines(path))
     if not rows:
         raise DataError(f"{path} holds no response; a record file has one JSON object a line")

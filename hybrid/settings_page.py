@@ -54,6 +54,11 @@ Any setting can be given on the command line too: `hybrid train FILE --set train
 items are counted from 0 (`--set rewards.0.weight=2`). A new `method.name` drops the settings of the old method.
 
 Numbers and truth values are those of YAML 1.2: `1e-6` is a number, `010` is 10, `12:30`, `on` and `no` are texts.
+Anchors (`&name`, `*name`) work; merge keys (`<<`) are not of YAML 1.2, and `${NAME}` is no variable.
+
+From the environment: `HYBRID_CACHE` is the folder of the embedded models, `HYBRID_VLLM_PYTHON` the Python whose vLLM
+serves teachers, `HYBRID_TEACHER_API_KEY` the key of a served teacher; `HF_TOKEN`, `MLFLOW_TRACKING_USERNAME` and the
+like are read by the libraries themselves.
 """
 
 SECTIONS: Sequence[tuple[str, str, type[BaseModel]]] = (

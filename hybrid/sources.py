@@ -1,6 +1,7 @@
 """Where the models and prompts of an experiment come from, embedded ones included."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import datasets
@@ -8,11 +9,17 @@ import orjson
 
 from hybrid.config import HELD_OUT_SEED, TINY, ExperimentConfig, held_out, splits_off
 from hybrid.data import Builder, DataConfig, load_prompts
-from hybrid.errors import DataError
+from hybrid.errors import ConfigError, DataError
 from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.tiny import Progress, Role, ensure_tiny
 from hybrid.tiny_figures import vision_dataset
 from hybrid.tiny_tasks import VISION_TASKS, tiny_dataset
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""One of them stands in every folder of a model or of its adapter."""
+
+MOST_SHOWN = 6
+"""Folders that a message lists."""
 
 TINY_ROWS = 512
 """Problems of an embedded task where `data.limit` does not say."""
@@ -76,6 +83,37 @@ def shared_prompts(training: datasets.Dataset, held_out: datasets.Dataset) -> st
         f"{num} of {len(held_out)} held-out prompts stand among those of the training too, so that part of their "
         "accuracy may be memory; take a task with more problems, or name other prompts with evaluate.data"
     )
+
+
+def whole_model(folder: str) -> str:
+    """The student's folder, or its name on the hub.
+
+    Raises:
+      ConfigError: it is the folder of an adapter, whose weights a training would leave as they are.
+    """
+    model, adapter = ((Path(folder) / file).is_file() for file in MODEL_FILES)
+    if adapter and not model:
+        raise ConfigError(
+            f"student.model: {folder} holds a LoRA adapter; write it into its model first: peft's "
+            "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+        )
+    return folder
+
+
+def checkpoint_folder(name: str) -> str:
+    """The folder of a checkpoint, or a model's name on the hub.
+
+    Raises:
+      DataError: the folder is not there, or holds no model; the message has the models below it.
+    """
+    folder = Path(name)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise DataError(f"--checkpoint {name}: there is no such folder (looked in {Path.cwd()})")
+    if not folder.exists() or any((folder / file).is_file() for file in MODEL_FILES):
+        return name
+    below = sorted({str(path.parent) for file in MODEL_FILES for path in folder.rglob(file)})
+    there = f"there is one in {', '.join(below[:MOST_SHOWN])}" if below else "nor is there one below it"
+    raise DataError(f"--checkpoint {name}: holds no model (neither {' nor '.join(MODEL_FILES)}); {there}")
 
 
 def model_folder(name: str, role: Role, progress: Progress | None = None) -> str:

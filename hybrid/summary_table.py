@@ -38,7 +38,7 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome], report: Path |
         table.add_row(outcome.method, *cells, str(outcome.steps), f"{outcome.seconds:.0f}")
     console.print(table)
     if report is not None:
-        console.print(f"report: {report}", highlight=False)
+        console.print(f"report: {report}", highlight=False, soft_wrap=True)
 
 
 def print_evaluation(console: Console, found: Evaluation, model: str) -> None:

@@ -24,7 +24,17 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from hybrid.asking import prompts_shown, teacher_metrics, together
 from hybrid.checkpoints import PlacedSampler, begin, publish, random_state, set_random_state, writing
-from hybrid.collect import Plan, StudentMeasures, asked, join, score_candidates, score_views, scorers_of, to_view
+from hybrid.collect import (
+    Plan,
+    StudentMeasures,
+    asked,
+    foreign_ids,
+    join,
+    score_candidates,
+    score_views,
+    scorers_of,
+    to_view,
+)
 from hybrid.contexts import Writer, judge_of
 from hybrid.cutting import Piece, even_pieces
 from hybrid.distributions import Request, add_distribution_head
@@ -36,6 +46,7 @@ from hybrid.generation import (
     Generation,
     StepWatch,
     after_prompts,
+    check_rows,
     check_run,
     check_scorers,
     corrected,
@@ -48,8 +59,9 @@ from hybrid.generation import (
     set_clipping,
 )
 from hybrid.methods import MethodConfig, method_of
+from hybrid.methods.base import card_of
 from hybrid.micro_batches import MicroBatches, halves, logps_of, take, tiled
-from hybrid.objective.objective import Objective
+from hybrid.objective.objective import Assignment, Objective, values
 from hybrid.online_stop import RunFacts, as_batch, chosen_stop, write_online
 from hybrid.phases import Phases, Tell
 from hybrid.rollouts import Judged, Rollout, no_reward, rollouts_of
@@ -127,7 +139,9 @@ class HybridTrainer(GRPOTrainer):
     All other arguments are TRL's.
 
     Raises:
-      ConfigError: the method needs a reward, a teacher or more generations than this run has.
+      ConfigError: the method needs a reward, a teacher or more generations than this run has, or a field of TRL's
+        config is set that would change nothing.
+      PreflightFailed: the teacher has another tokenizer than the student.
 
     Example:
       >>> trainer = HybridTrainer("my-student", method="opdvr", teacher="my-teacher", reward_funcs=[correct],
@@ -175,7 +189,10 @@ class HybridTrainer(GRPOTrainer):
         self._early: dict[str, Tensor] | None = None
         self._pass: dict[str, Tensor] | None = None
         check_run(self.method, self.plan, args, rewarded=self.rewarded)
+        check_rows(train_dataset, args)
+        self._parent_term = parent_term(self.objective, args)
         self._cutting: MicroBatches | None = None
+        self._name, self._paper, self._tag_names = card_of(self.method)
         super().__init__(model, reward_funcs=reward_funcs or [no_reward], args=args, train_dataset=train_dataset, **trl)  # pyright: ignore[reportCallIssue]
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
         if args.max_tokens_per_micro_batch is not None:
@@ -200,6 +217,8 @@ class HybridTrainer(GRPOTrainer):
         self._say, self._has_shown = say or log.info, False
         self._skips = Skips(args.bad_gradients)
         check_scorers(self.method, self.plan, self.scorers)
+        for finding in foreign_ids(self.scorers, self._tokenizer):
+            log.warning("%s", finding)
         facts = RunFacts(
             args=args,
             rewarded=self.rewarded,
@@ -209,7 +228,6 @@ class HybridTrainer(GRPOTrainer):
         )
         self._online = chosen_stop(getattr(self.method, "online_stop", None), self.scorers, facts)
         self.add_callback(AfterUpdate(self))
-        self._parent_term = parent_term(self.objective, args)
         if self._parent_term is not None:
             set_clipping(self, self._parent_term.loss)
 
@@ -308,6 +326,7 @@ class HybridTrainer(GRPOTrainer):
         self._note(self.phases.take())
         self._note({name: total / count for name, (total, count) in assignment.metrics.items() if count})
         self._note(teacher_metrics(scored, batch.student_logprob_BT))
+        self._show_advantages(assignment, whole)
         if (gap := largest_gap(out, batch.mask_BT)) is not None:
             self._note({"sync/max_abs_gap": float(self.accelerator.gather(gap[None]).max())})
         texts = self._demonstration_logprobs(out, batch) if self.watch is not None else None
@@ -535,12 +554,24 @@ class HybridTrainer(GRPOTrainer):
         for name, value in values.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
 
+    def _show_advantages(self, assignment: Assignment, whole: RolloutBatch) -> None:
+        """A response's mean advantage stands in TRL's table of completions, where TRL has put that of its own."""
+        advantage_BT = values(assignment, self.objective, ("policy",)).masked_fill(~whole.mask_BT, 0)
+        shown_B = advantage_BT.sum(1) / whole.mask_BT.sum(1).clamp(min=1)
+        shown = self._logs["advantages"]
+        for _ in range(min(len(shown_B), len(shown))):
+            shown.pop()
+        shown.extend(shown_B.tolist())
+
     def _note_terms(self, own: Any) -> None:
-        """The three sums over the whole generation batch, as `hybrid explain` would print them."""
+        """The three sums over the whole generation batch, as `hybrid explain` would print them.
+
+        Another loss type than dapo reduces the policy term otherwise, so that its sum is TRL's `loss` alone.
+        """
         scale = self.args.steps_per_generation if self.model.training else 1
         parts = torch.stack([own.policy, own.kl, own.sft]).detach()
-        total = self.accelerator.reduce(parts, reduction="sum") * scale
-        self._note(dict(zip(("loss/policy", "loss/kl", "loss/sft"), total.tolist(), strict=True)))
+        policy, kl, sft = (self.accelerator.reduce(parts, reduction="sum") * scale).tolist()
+        self._note({"loss/kl": kl, "loss/sft": sft} | ({"loss/policy": policy} if self.loss_type == "dapo" else {}))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

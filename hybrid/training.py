@@ -306,7 +306,7 @@ def load_student(config: ExperimentConfig, folder: str) -> tuple[Any, Any]:
         dtype = config.student.dtype if config.student.dtype == "auto" else getattr(torch, config.student.dtype)
         family = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
         model = family.from_pretrained(folder, dtype=dtype)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"student.model: no model could be loaded from {folder!r}: {error}") from error
     tokenizer = tokenizer_of(processing_class)
     if tokenizer.pad_token_id is None:

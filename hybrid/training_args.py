@@ -1,6 +1,5 @@
 """An experiment's settings as TRL's training arguments."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import torch
 
 from hybrid.config import ExperimentConfig
-from hybrid.engine import Work, deepspeed_settings, this_rank
-from hybrid.errors import ConfigError
+from hybrid.engine import Work, deepspeed_settings, needs_vllm, this_rank
 from hybrid.methods import MethodConfig
 from hybrid.trainer import HybridConfig
 
@@ -95,17 +93,3 @@ def rollout_settings(config: ExperimentConfig) -> dict[str, Any]:
         "vllm_gpu_memory_utilization": rollouts.gpu_memory,
         "vllm_tensor_parallel_size": rollouts.tensor_parallel,
     }
-
-
-def needs_vllm(config: ExperimentConfig) -> None:
-    """Refuses vLLM rollouts where vLLM is not installed, before a model is loaded.
-
-    Raises:
-      ConfigError: says what to install.
-    """
-    engine = config.engine.rollouts.engine
-    if engine != "transformers" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            f"engine.rollouts.engine: {engine} needs vLLM beside the trainer, and it is not installed here: "
-            "pip install 'hybrid-rl[vllm]', or generate with engine: transformers"
-        )

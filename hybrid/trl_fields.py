@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from hybrid.errors import ConfigError
 
@@ -62,6 +63,26 @@ OWN_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """TRL's name -> the key of this project that sets it."""
+
+IDLE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "scale_rewards": "the method says what a reward is divided by; use its `scale` where it has one (grpo, sdpo)",
+        "multi_objective_aggregation": "a method sees the weighted sum of the rewards",
+    }
+)
+"""TRL's name of a field that would change nothing -> why."""
+
+SURROGATE_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        "delta": None,
+        "importance_sampling_level": "token",
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+    }
+)
+"""TRL's name of a field that its own surrogate alone reads -> its default."""
 
 _SOURCES = (
     ("trl", "trainer/grpo_config.py", "GRPOConfig"),

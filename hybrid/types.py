@@ -8,8 +8,10 @@ Measurements are named as in the rollout record (design section 6): reward, trun
 teacher_accuracy, scores.NAME, scores.NAME.top, demonstration.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Self, TypeVar
 
 import torch
@@ -94,8 +96,9 @@ class RolloutBatch:
         """The tensor of a measurement.
 
         Raises:
-          MissingMeasurement: this batch does not have it; the message names it.
+          MissingMeasurement: this batch does not have it, or there is no such measurement; the message names it.
         """
+        known_measurement(name)
         value = getattr(self, _FIELD_OF[name])
         if value is None:
             raise MissingMeasurement(f"the method needs {name}, which this run does not measure")
@@ -133,6 +136,22 @@ _FIELD_OF = {
     "kl": "reverse_kl_BT",
     "teacher_accuracy": "teacher_accuracy_B",
 }
+
+
+def known_measurement(name: str) -> None:
+    """Refuses the name of a measurement that no run makes.
+
+    Raises:
+      MissingMeasurement: has the nearest right name, and all of them.
+    """
+    if name in _FIELD_OF or name == "demonstration" or re.fullmatch(r"scores\.\w+(\.top)?", name):
+        return
+    near = get_close_matches(name, _FIELD_OF, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise MissingMeasurement(
+        f"there is no measurement {name!r}; {hint}There are {', '.join(_FIELD_OF)}, demonstration, scores.VIEW and "
+        "scores.VIEW.top"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,20 +129,20 @@ class LocalTeacher:
         """
         import transformers
 
-        from teachers.processors import load_processor, reads_images
+        from teachers.processors import load_processor, model_config, reads_images
 
         place = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
         options: dict[str, Any] = {"dtype": dtype}
         if quantization is not None:
             options |= {"quantization_config": _quantized(quantization, dtype), "device_map": {"": str(place)}}
         try:
-            config = transformers.AutoConfig.from_pretrained(path)
+            config = model_config(path)
             has_images = reads_images(path)
             family = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
             model = family.from_pretrained(path, config=config, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             processor = load_processor(path) if has_images else None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise TeacherError(f"no model could be loaded from {str(path)!r} for teacher {name!r}: {error}") from error
         return cls(
             model,

@@ -4,6 +4,7 @@ The Qwen-VL processors of transformers also prepare videos, for which they need 
 it. `PictureProcessor` does the same for text and pictures alone, from the same folder.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,23 @@ def load_processor(path: str | Path, *, padding_side: str = "left") -> Any:
     Raises:
       OSError: there is none.
     """
-    family = AutoConfig.from_pretrained(path).model_type
+    family = model_config(path).model_type
     if family in QWEN_VL:
         return PictureProcessor.from_pretrained(path, backend="pil", padding_side=padding_side)
     return AutoProcessor.from_pretrained(path, padding_side=padding_side)
+
+
+def model_config(path: str | Path) -> Any:
+    """The configuration of a folder's or hub name's model; of a LoRA adapter's folder, that of the model below it.
+
+    Raises:
+      OSError: there is no model.
+    """
+    folder = Path(path)
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file() and not (folder / "config.json").is_file():
+        path = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return AutoConfig.from_pretrained(path)
 
 
 def reads_images(path: str | Path) -> bool:
@@ -72,4 +86,4 @@ def reads_images(path: str | Path) -> bool:
     Raises:
       OSError: there is no model.
     """
-    return getattr(AutoConfig.from_pretrained(path), "vision_config", None) is not None
+    return getattr(model_config(path), "vision_config", None) is not None

@@ -122,6 +122,22 @@ def test_a_prompt_longer_than_the_limit(broken):
     assert "\n" not in complaint
 
 
+def test_a_row_without_an_answer(broken, tmp_path):
+    lines = [f'{{"prompt": "1+2+3+{n}=", "answer": "{6 + n}"}}' for n in range(160)] + ['{"prompt": "1+1+1+1="}']
+    (tmp_path / "own.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    complaint, place = broken("data: {source: tiny:chain_sum}", "data: {source: own.jsonl}")
+    told = "data.source: 'answer', which the reward exact needs, is missing or null in 1 of 128 rows, first in row 128;"
+    assert complaint.startswith(f"{place}: {told}")
+
+
+def test_vllm_that_is_not_here_is_told(tmp_path):
+    path = tmp_path / "rollouts.yaml"
+    path.write_text(QUICKSTART + "engine: {rollouts: {engine: vllm_colocate}}\n", encoding="utf-8")
+    findings = check_experiment(path)
+    assert levels(findings, "error") == []
+    assert any("vllm_colocate needs vLLM beside the trainer" in fact for fact in levels(findings, "fact"))
+
+
 def test_a_completion_that_leaves_no_room(broken):
     complaint, _ = broken("  max_completion_length: 24", "  max_completion_length: 256")
     assert "leaves no room for a prompt in the student's context of 256 tokens" in complaint

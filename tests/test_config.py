@@ -15,7 +15,7 @@ from hybrid.data import GymSource
 from hybrid.errors import ConfigError
 from hybrid.methods import METHODS, method_of
 from hybrid.read_config import read_experiment
-from hybrid.trl_fields import OWN_NAMES, trl_field_names
+from hybrid.trl_fields import IDLE_NAMES, OWN_NAMES, SURROGATE_DEFAULTS, trl_field_names
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = {
@@ -233,6 +233,16 @@ def test_another_method_can_be_chosen_on_the_command_line(read):
             ("train.trl.loss_type=cispo",),
             "--set train.trl.loss_type=cispo: train.trl.loss_type: cispo clips every ratio",
         ),
+        (
+            {},
+            ("train.trl.scale_rewards=none",),
+            "--set train.trl.scale_rewards=none: train.trl.scale_rewards: would change nothing: the method says what a",
+        ),
+        (
+            {"method": "method: {name: opd, estimator: reverse_kl}"},
+            ("train.trl.epsilon=0.1",),
+            "--set train.trl.epsilon=0.1: train.trl.epsilon: would change nothing: it belongs to TRL's surrogate",
+        ),
         ({}, ("engine={stage: 2}",), "--set engine={stage: 2}: engine: stage belongs to kind: deepspeed"),
         (
             {},
@@ -406,6 +416,12 @@ def test_the_names_of_trl_are_those_of_the_installed_trl():
     fields = {field.name for field in dataclasses.fields(GRPOConfig) if not field.name.startswith("_")}
     assert trl_field_names() == fields
     assert set(OWN_NAMES) - fields <= {"max_prompt_length"}  # TRL had it until 1.0
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    assert {name: defaults[name] for name in SURROGATE_DEFAULTS} == SURROGATE_DEFAULTS
+    assert {name: defaults[name] for name in IDLE_NAMES} == {
+        "scale_rewards": "group",
+        "multi_objective_aggregation": "sum_then_normalize",
+    }
 
 
 def read_names(*folders):

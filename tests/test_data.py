@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from hybrid.data import RESERVED_COLUMNS, DataConfig, check_prompt_lengths, load_prompts
+from hybrid.data import RESERVED_COLUMNS, DataConfig, check_prompt_lengths, has_answers, load_prompts
 from hybrid.errors import DataError
 from hybrid.rewards import ReasoningGymConfig
 
@@ -123,7 +123,10 @@ def test_each_reserved_name_is_refused(jsonl, name):
         ((ROWS[0], {"prompt": None}), r"train.jsonl, line 2: 'prompt' is missing or null"),
         ((ROWS[0], {"prompt": " "}), r"train.jsonl, line 2: the prompt is blank"),
         (({"prompt": 1},), r"train.jsonl, line 1: 'prompt' is a int; a prompt is a text or a list"),
-        (({"promt": "a"},), r"train.jsonl: no column 'prompt'; did you mean 'promt'\? It has: promt"),
+        (
+            ({"promt": "a"},),
+            r"no column 'prompt'; did you mean 'promt'\? It has: promt \(data.prompt_column names",
+        ),
         ((ROWS[0], ROWS[1], {"prompt": "p", "answer": 3}), r"train.jsonl, line 3, key 'answer': "),
         (({"prompt": "p", "x": 1}, {"prompt": "p", "x": {"y": 1}}), r"train.jsonl, line 2, key 'x': "),
         (({"prompt": "p", "x": 2**63}, {"prompt": "p", "x": -1}), r"train.jsonl, line \d, key 'x': "),
@@ -145,6 +148,17 @@ def test_a_missing_template_column_is_named(jsonl):
         load(jsonl(*ROWS), prompt_column="answer")
 
 
+def test_a_row_without_an_answer_is_found_before_a_step_draws_it(jsonl):
+    rows = load(jsonl(ROWS[0], ROWS[1], {"prompt": "p"}))
+    has_answers(rows.select(range(2)), [("answer", "the reward exact")])
+    with pytest.raises(
+        DataError, match=r"^data: 'answer', which the reward exact needs, is .* null in 1 of 3 .* row 3"
+    ):
+        has_answers(rows, [("answer", "the reward exact")], "data: ")
+    with pytest.raises(DataError, match="has no column 'gold', which the reward math needs; it has: prompt, answer"):
+        has_answers(rows, [("gold", "the reward math")])
+
+
 def test_what_is_not_there_is_named(tmp_path, jsonl):
     for source in ("no/such.jsonl", "./no_such", "no.parquet"):
         with pytest.raises(DataError, match=f"{source}: no such file or folder"):
@@ -152,8 +166,9 @@ def test_what_is_not_there_is_named(tmp_path, jsonl):
     (tmp_path / "bad.parquet").write_bytes(b"PAR")
     with pytest.raises(DataError, match=r"bad.parquet: no readable parquet file"):
         load(str(tmp_path / "bad.parquet"))
-    with pytest.raises(DataError, match=r"rows.csv: a file of prompts ends in .jsonl or .parquet"):
-        load(jsonl("a", name="rows.csv"))
+    for ending, kind in (("csv", "csv"), ("tsv", "csv"), ("json", "json"), ("txt", "text")):
+        with pytest.raises(DataError, match=rf"rows.{ending}: .* ends in .jsonl or .parquet; to make one: .*'{kind}'"):
+            load(jsonl("a", name=f"rows.{ending}"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty: the folder cannot be read as a data set"):
         load(str(tmp_path / "empty"))

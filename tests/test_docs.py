@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -13,9 +14,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hybrid.methods import METHODS
+import hybrid.methods
+from hybrid.explain import explain
+from hybrid.methods import METHODS, Grpo
 from hybrid.methods.base import MethodConfig
+from hybrid.objective.objective import Objective
 from hybrid.read_config import read_experiment
+from hybrid.records import read_records
 from hybrid.settings_page import settings_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,14 +53,36 @@ def test_every_experiment_says_what_it_is_and_how_it_is_run(path):
     assert re.search(r"hybrid \w+|make \w+", comment)
 
 
+def examples(page):
+    """The Python blocks of a page, those of a list without its indent."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
 def test_the_example_of_a_new_method_works():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert code is not None
     names: dict[str, type[MethodConfig]] = {}
-    exec("\n".join(line.removeprefix("   ") for line in code[1].splitlines()), names)
+    exec(examples("CONTRIBUTING.md")[1], names)
     method = names["Mine"].model_validate({"name": "mine", "thr": 0.5})
     assert method.build().needs == {"reward", "scores.teacher", "student_logprobs"}
+
+
+def test_the_example_of_an_idea_works(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Objective] = {}
+    exec(examples("CONTRIBUTING.md")[0], names)
+    records = read_records(ROOT / "experiments" / "smollm2_rollouts.jsonl")
+    told, gated, grpo = (explain(method, records, step=100) for method in (names["idea"], names["gated"], Grpo()))
+    assert ast.literal_eval(capsys.readouterr().out) == told
+    assert told["method"] == {"name": "gated + grpo"}
+    # half of the way: 0.6 of the gate, 0.4 of GRPO
+    assert told["loss"]["total"] == pytest.approx(0.6 * gated["loss"]["total"] + 0.4 * grpo["loss"]["total"])
+
+
+def test_every_method_can_be_imported_by_its_class():
+    assert {name for name, kind in METHODS.items() if getattr(hybrid.methods, kind.__name__, None) is not kind} == set()
+    assert {kind.__name__ for kind in METHODS.values()} <= set(hybrid.methods.__all__)
 
 
 def test_the_first_commands_of_the_readme_are_targets():

@@ -38,6 +38,7 @@ def test_a_number_may_be_written_with_an_exponent():
     assert method_from("grpo", ["eps=1e-6"]).model_dump()["eps"] == 1e-6
     kdrl = method_from("kdrl", ["beta.end=1e-6", "beta.steps=100"]).model_dump()
     assert kdrl["beta"] == {"start": 5e-3, "end": 1e-6, "steps": 100, "shape": "linear"}
+    assert method_from("kdrl", ["method.beta.end=1e-6", "method.beta.steps=100"]).model_dump() == kdrl  # as for a run
     assert method_from("kdrl", ["beta=0.5"]).model_dump()["beta"] == 0.5
 
 

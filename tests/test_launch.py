@@ -12,11 +12,12 @@ import pytest
 
 from hybrid.compare.load import load_runs
 from hybrid.compare.summary import COSTS, summarise
-from hybrid.errors import ConfigError
-from hybrid.launch import train_experiment
+from hybrid.errors import ConfigError, DataError
+from hybrid.launch import evaluate_experiment, train_experiment
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.read_config import read_experiment
 from hybrid.records import read_records
+from hybrid.sources import checkpoint_folder, whole_model
 from hybrid.training import cut_records, last_checkpoint
 from tests.experiments import QUICKSTART, ROOT, as_options, losses_of, small
 
@@ -230,6 +231,39 @@ def test_there_must_be_something_to_resume(tmp_path, resume):
     config = read_experiment(QUICKSTART, small(tmp_path))
     with pytest.raises(ConfigError, match=r"no earlier start of quickstart|is no folder of an earlier start"):
         train_experiment(config, source=QUICKSTART, resume=resume)
+
+
+def test_too_few_prompts_for_a_step_train_nothing_and_say_so(tmp_path):
+    config = read_experiment(QUICKSTART, [*small(tmp_path), "data.limit=3", "train.prompts_per_step=4"])
+    with pytest.raises(DataError, match=r"train.prompts_per_step: a step takes 4 prompts; the data has 3"):
+        train_experiment(config, source=QUICKSTART)
+
+
+def test_a_folder_without_a_model_is_no_checkpoint(started, tmp_path):
+    _, folder, _ = started
+    config = read_experiment(QUICKSTART, small(folder.parent.parent))
+    before = sorted(folder.parent.iterdir())
+    with pytest.raises(DataError, match=r"opdvr: holds no model \(neither .*; there is one in .*opdvr/model"):
+        evaluate_experiment(config, source=QUICKSTART, checkpoint=str(folder / "opdvr"))
+    with pytest.raises(DataError, match=r"./nowhere: there is no such folder"):
+        evaluate_experiment(config, source=QUICKSTART, checkpoint="./nowhere")
+    assert sorted(folder.parent.iterdir()) == before
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}", encoding="utf-8")
+    assert checkpoint_folder(str(adapter)) == str(adapter)
+    with pytest.raises(ConfigError, match=r"student.model: .*adapter holds a LoRA adapter; write it into its"):
+        whole_model(str(adapter))
+    assert whole_model(str(folder / "opdvr" / "model")) == str(folder / "opdvr" / "model")
+    assert checkpoint_folder("gpt2") == "gpt2"  # a name on the hub
+    assert checkpoint_folder(str(folder / "opdvr" / "model")) == str(folder / "opdvr" / "model")
+
+
+def test_lines_of_a_log_are_whole_however_long(started):
+    """What is no terminal has no width: a line that is cut could not be searched or copied."""
+    _, folder, printed = started
+    assert any(line.endswith(str(folder)) for line in printed.splitlines())
+    assert f"report: {folder / 'report.html'}" in printed.splitlines()
 
 
 def test_records_of_steps_that_come_again_are_cut_and_so_is_a_torn_line(tmp_path):

@@ -1,6 +1,7 @@
 """What every method is: frozen settings, the paper's as defaults, and one sentence in the grammar."""
 
 import abc
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
@@ -81,3 +82,12 @@ class ClippedMethod(MethodConfig):
     def policy_loss(self) -> PolicyLoss:
         """The surrogate with these bounds."""
         return PolicyLoss(self.clip_low, self.clip_high)
+
+
+def card_of(method: MethodConfig | Objective) -> tuple[str, dict[str, str], list[str]]:
+    """Name, paper and tags of a method for a model's card; an objective of one's own has the names of its terms."""
+    if isinstance(method, Objective):
+        return " + ".join(dict.fromkeys(term.name for term in method.terms)), {}, ["trl", "hybrid"]
+    named = re.match(r"([^(;]+) \(arXiv (\d+\.\d+)\)", method.paper)
+    paper = {} if named is None else {"title": named[1], "id": named[2]}
+    return method.name, paper, ["trl", "hybrid", method.name]

@@ -34,7 +34,7 @@ from hybrid.objective.losses import (
 from hybrid.objective.reductions import Reduction, carrying_rows, counted, spread
 from hybrid.objective.schedules import Scale, at
 from hybrid.objective.step import Candidates, Step, blank, join_states
-from hybrid.types import Credit, Metric, RolloutBatch, State
+from hybrid.types import Credit, Metric, RolloutBatch, State, known_measurement
 
 Kind = Literal["policy", "kl", "sft"]
 
@@ -125,6 +125,11 @@ class Objective:
     """A sum of terms. Make one with `objective(...)`, mix several with `mix(...)`."""
 
     terms: tuple[Term, ...]
+
+    def __post_init__(self) -> None:
+        """Refuses a step or loss that needs what there is no measurement of."""
+        for name in sorted(self.needs):
+            known_measurement(name)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hybrid.errors import ConfigError, check
+from hybrid.errors import ConfigError, HybridError, check
 from hybrid.types import Credit, RolloutBatch, State
 
 
@@ -76,13 +76,28 @@ def _stateless(name: str, phase: Phase, needs: Sequence[str], fn: Callable[[Cred
     )
 
 
+def of_every_token(what: str, value: Tensor, batch: RolloutBatch) -> Tensor:
+    """The value; refuses one that has not an entry for each token, and would spread over the wrong axis.
+
+    Raises:
+      HybridError: names the step and both shapes.
+    """
+    if value.shape != batch.mask_BT.shape:
+        raise HybridError(
+            f"{what}: its function gives one value for each token, of shape {tuple(batch.mask_BT.shape)} [responses, "
+            f"tokens]; got {tuple(value.shape)}. A value for each response is value_B[:, None].expand_as(batch.mask_BT)"
+        )
+    return value
+
+
 def add_signal(credit: Credit, batch: RolloutBatch, name: str, signal: Signal) -> Credit:
     """Adds a signal where it is known.
 
     Raises:
       HybridError: the signal is not finite on a token that counts.
     """
-    use_BT = signal.known_BT & batch.mask_BT
+    of_every_token(f"signal {name!r}", signal.value_BT, batch)
+    use_BT = of_every_token(f"signal {name!r}", signal.known_BT, batch) & batch.mask_BT
     check(signal.value_BT.isfinite() | ~use_BT, signal.value_BT, f"signal {name!r} must be finite where it is known")
     value_BT = signal.value_BT.detach().masked_fill(~use_BT, 0)
     known_BT = credit.known_BT | use_BT
@@ -113,14 +128,20 @@ def close_gate(credit: Credit, batch: RolloutBatch, name: str, keep_BT: Bool[Ten
 
 def gate(name: str, fn: Callable[[Credit, RolloutBatch], Bool[Tensor, "B T"]], needs: Sequence[str] = ()) -> Step:
     """A step that keeps the tokens where `fn(credit, batch)` is True."""
-    return _stateless(name, Phase.GATE, needs, lambda c, b: close_gate(c, b, name, fn(c, b)))
+
+    def apply(credit: Credit, batch: RolloutBatch) -> Credit:
+        return close_gate(credit, batch, name, of_every_token(f"gate {name!r}", fn(credit, batch), batch))
+
+    return _stateless(name, Phase.GATE, needs, apply)
 
 
 def weight(name: str, fn: Callable[[Credit, RolloutBatch], Float[Tensor, "B T"]], needs: Sequence[str] = ()) -> Step:
     """A step that multiplies the weight by `fn(credit, batch)`, which is never negative."""
 
     def apply(credit: Credit, batch: RolloutBatch) -> Credit:
-        factor_BT = fn(credit, batch).detach().masked_fill(~credit.gate_BT, 0)
+        factor_BT = (
+            of_every_token(f"weight {name!r}", fn(credit, batch), batch).detach().masked_fill(~credit.gate_BT, 0)
+        )
         check((factor_BT >= 0) & factor_BT.isfinite(), factor_BT, f"weight {name!r} must be finite and >= 0")
         credit = replace(credit, weight_BT=credit.weight_BT * torch.where(credit.gate_BT, factor_BT, 1))
         return credit.noting(f"weight/{name}", factor_BT.sum(), credit.gate_BT.sum())

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybrid.errors import HybridError, MissingMeasurement
 from hybrid.methods.kat import Kat
 from hybrid.methods.opd import Opd
 from hybrid.objective.gates import keep_outcome_agreeing
@@ -12,7 +13,7 @@ from hybrid.objective.objective import mix, objective
 from hybrid.objective.reductions import token_mean
 from hybrid.objective.schedules import Schedule
 from hybrid.objective.signals import from_group_advantage, from_teacher_gap
-from hybrid.objective.step import blank, chain, route, weight
+from hybrid.objective.step import Signal, blank, chain, gate, route, signal, weight
 from hybrid.objective.weights import weight_by_schedule
 from tests.batches import NAN, advantages, make_batch, numbers, plain_batch, view
 
@@ -30,6 +31,35 @@ def batch():
 
 def policy(credit):
     return objective(name="test", credit=credit, loss=PolicyLoss(), reduction=token_mean())
+
+
+def test_a_need_of_no_measurement_is_refused_with_the_nearest():
+    step = weight("mine", lambda credit, batch: batch.need("entropy"), needs=["entropy"])
+    with pytest.raises(
+        MissingMeasurement, match=r"no measurement 'entropy'; did you mean entropies\? There are reward,"
+    ):
+        policy(chain(from_teacher_gap(), step))
+
+
+def test_a_forgotten_need_of_no_measurement_is_told_when_it_is_read(batch):
+    credit = chain(from_teacher_gap(), weight("mine", lambda credit, batch: batch.need("rewards")))
+    with pytest.raises(MissingMeasurement, match="no measurement 'rewards'; did you mean reward"):
+        advantages(policy(credit), batch)
+
+
+def test_a_value_for_each_response_is_not_spread_over_the_tokens():
+    """Four responses of four tokens: it would fit along either axis."""
+    square = make_batch(groups=2, size=2, width=4, clean=True)
+    per_response = {
+        "signal": chain(signal("mine", lambda batch: Signal(batch.reward_B, batch.mask_BT), ["reward"])),
+        "gate": chain(from_teacher_gap(), gate("mine", lambda credit, batch: batch.reward_B > 0)),
+        "weight": chain(from_teacher_gap(), weight("mine", lambda credit, batch: batch.reward_B)),
+    }
+    for kind, credit in per_response.items():
+        with pytest.raises(
+            HybridError, match=rf"{kind} 'mine': .* of shape \(4, 4\) \[responses, tokens\]; got \(4,\)"
+        ):
+            advantages(policy(credit), square)
 
 
 def test_a_chain_refuses_a_signal_after_a_gate():

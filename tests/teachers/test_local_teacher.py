@@ -2,6 +2,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
@@ -361,9 +362,32 @@ def test_load_reads_a_folder_in_the_dtype_asked_for(make_qwen, tokenizer, tmp_pa
         teacher.score(ROWS)
 
 
+def test_the_folder_of_an_adapter_is_its_model(make_qwen, tokenizer, tmp_path):
+    """What a LoRA training leaves: no configuration of a model, but the name of the one below."""
+    make_qwen(0).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    expected = LocalTeacher(model.eval()).score(ROWS).logprob_BT
+    loaded = LocalTeacher.load(tmp_path / "adapter").score(ROWS).logprob_BT
+    assert_close(loaded, expected)
+    plain = LocalTeacher.load(make_saved(make_qwen(0), tokenizer, tmp_path / "plain")).score(ROWS).logprob_BT
+    assert (plain - expected).abs().max() > 0.1
+
+
+def make_saved(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def test_load_says_what_is_missing(tmp_path):
     with pytest.raises(TeacherError, match="no model could be loaded from"):
         LocalTeacher.load(tmp_path / "nothing")
+    with pytest.raises(TeacherError, match=r"no model could be loaded .* for teacher 'teacher': Unrecognized model"):
+        LocalTeacher.load(tmp_path)
     with pytest.raises(TeacherCannot, match="needs the package bitsandbytes"):
         LocalTeacher.load(tmp_path, quantization="4bit")
 

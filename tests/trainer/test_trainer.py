@@ -5,11 +5,13 @@ import torch
 from peft import LoraConfig
 
 from hybrid.errors import ConfigError, MissingMeasurement
-from hybrid.generation import StepWatch
+from hybrid.generation import StepWatch, refuse_idle
 from hybrid.methods import method_of
 from hybrid.trainer import HybridConfig, HybridTrainer
+from teachers.findings import PreflightFailed
 from teachers.local import LocalTeacher
 from teachers.protocol import SAMPLED
+from tests.test_docs import examples
 from tests.tiny_models import coin, model, prompts, tokenizer
 
 
@@ -162,6 +164,89 @@ def test_what_a_run_cannot_measure_is_refused_before_it_starts(tmp_path):
     method = {"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]}
     with pytest.raises(ConfigError, match="loss_type 'grpo'"):
         train(tmp_path, method_of(method), loss_type="grpo")
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "told"),
+    [
+        ("grpo", {"scale_rewards": "none"}, "scale_rewards 'none' would change nothing: .*; use its `scale`"),
+        ("opdvr", {"scale_rewards": "batch"}, "leave scale_rewards out"),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}, "weighted sum of the rewards"),
+        ("grpo_opd", {"epsilon": 0.1}, None),
+        ({"name": "opd", "estimator": "reverse_kl"}, {"epsilon": 0.1}, "epsilon would change nothing.* opd has none"),
+        ({"name": "mix", "parts": [{"method": {"name": "grpo"}}, {"method": {"name": "opd"}}]},
+         {"top_entropy_quantile": 0.5}, "top_entropy_quantile would change nothing.* mix has none or several"),
+        ({"name": "opd", "estimator": "k2"}, {"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold would"),
+    ],
+)  # fmt: skip
+def test_a_field_of_trl_that_would_change_nothing_is_refused(tmp_path, method, settings, told):
+    args = HybridConfig(str(tmp_path), num_generations=4, use_cpu=True, bf16=False, **settings)
+    if told is None:
+        refuse_idle(method_of(method), args)
+        return
+    with pytest.raises(ConfigError, match=told):
+        HybridTrainer(model(0), method=method, teacher=None, reward_funcs=[coin], args=args)
+
+
+def test_a_data_set_without_a_single_step_is_refused(tmp_path):
+    args = HybridConfig(str(tmp_path), num_generations=2, use_cpu=True, bf16=False)  # 8 responses of 4 prompts
+    with pytest.raises(ConfigError, match="a step takes 4 different prompts, and train_dataset has 3; give more"):
+        HybridTrainer(model(0), "grpo", reward_funcs=[coin], args=args, train_dataset=prompts(3))
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
+    other = tokenizer()
+    other.add_tokens(["+1"])
+    with pytest.raises(PreflightFailed, match=r"token '\+1' is unknown for the student"):
+        train(tmp_path, "opdvr", teacher=LocalTeacher(model(1, vocab_size=60), other))
+
+
+def test_a_teacher_that_ends_otherwise_is_worth_a_warning(tmp_path, caplog):
+    ends, pads = tokenizer(), tokenizer()
+    ends.eos_token, pads.pad_token = "#", "#"
+    for other, told in ((ends, "eos_token_id is 1 and 15"), (pads, None)):
+        caplog.clear()
+        trainer = train(tmp_path, "opdvr", teacher=LocalTeacher(model(1), other), steps=1)
+        assert trainer.state.global_step == 1
+        assert ("special tokens" in caplog.text) == (told is not None)
+        assert told is None or told in caplog.text
+
+
+def test_what_is_told_of_a_run_is_told_of_its_method(tmp_path):
+    """The table of completions has the advantages that train, the card the method; TRL's would be those of GRPO."""
+    seen = []
+    trainer = train(tmp_path, "opdvr", steps=1, watch=seen.append)
+    advantage_BT, mask_BT = seen[0].assignment.terms[0].value_BT, seen[0].batch.mask_BT
+    means = [row[mask].mean().item() for row, mask in zip(advantage_BT, mask_BT, strict=True)]
+    assert list(trainer._logs["advantages"]) == pytest.approx(means)
+    trainer.create_model_card(model_name="mine")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "trained with opdvr, a method introduced in [On-policy distillation with verifiable reward]" in card
+    assert "papers/2608.24696" in card
+    assert "DeepSeekMath" not in card
+
+
+def test_another_loss_type_logs_no_policy_sum_but_the_loss(tmp_path):
+    plain, reduced = (
+        train(tmp_path / kind, "opdvr", steps=1, loss_type=kind).state.log_history[0] for kind in ("dapo", "grpo")
+    )
+    assert plain["loss/policy"] == pytest.approx(plain["loss"], abs=1e-6)
+    assert "loss/policy" not in reduced
+
+
+def test_the_example_of_the_readme_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B")):
+        model(seed).save_pretrained(name)
+        tokenizer().save_pretrained(name)
+    prompts().to_json("prompts.jsonl")
+    names = {}
+    quick = 'HybridConfig("out", max_steps=1, max_completion_length=8, save_strategy="no",'
+    exec(examples("README.md")[0].replace('HybridConfig("out",', quick), names)
+    (entry,) = names["trainer"].state.log_history
+    assert entry["rewards/math/mean"] == 0  # nothing of a random model stands in a box
+    assert 0 < entry["kept/outcome_agrees"] < 1
 
 
 def test_a_method_without_reward_needs_no_reward_function(tmp_path):
