@@ -28,7 +28,7 @@ from hybrid.together import from_main, wait_for_all
 from hybrid.tracking import Tracker
 from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.training_args import training_args
-from hybrid.watchdog import Watchdog
+from hybrid.watchdog import LAST_WORDS_S, Watchdog
 from hybrid.watching import Recorder, Watch
 from teachers.processors import load_processor, reads_images
 
@@ -217,7 +217,7 @@ def train_method(
 def end_run(tracker: Tracker | Silent, text: str) -> None:
     """Notes in MLflow why a run was ended."""
     tracker.tags({"hybrid.stalled": text})
-    tracker.close("FAILED")
+    tracker.close("FAILED", timeout_s=LAST_WORDS_S / 2)  # time is left to write down what the store did not take
 
 
 def outcome_of(setting: Setting, label: str, steps: int, seconds: float) -> Outcome:
