@@ -30,6 +30,7 @@ from hybrid.together import from_main, loss_told
 from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, load_student, run_evaluation, saved, train_method
 from hybrid.training_args import needs_vllm
+from hybrid.whole_file import write_whole
 
 
 def train_experiment(
@@ -251,7 +252,7 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     )
-    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    write_whole(folder / "mlflow_run", tracker.run_id)
     return tracker
 
 

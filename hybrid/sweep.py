@@ -2,6 +2,7 @@
 
 Worker processes take cells one after another; a cell belongs to the worker that holds the lock on its folder, and the
 lock goes with its process, however that ends. A finished cell has its result file; the next start passes it over.
+Who only looks whether a cell is worked at tries a second lock, so that no worker takes the look for another worker.
 """
 
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import is_chat, teacher_of
 from hybrid.tracking import Tracker
 from hybrid.training import RESULT_FILE, Place, Setting, last_checkpoint, saved, train_method
+from hybrid.whole_file import write_whole
 
 FAILED_FILE = "failed.txt"
 """Why a cell failed; such a cell is tried again by the next start."""
@@ -41,6 +44,9 @@ MADE_OF_FILE = "made_of.json"
 
 FAILURES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What a model, a verifier, a teacher or a full disk can raise; it fails a cell, and the others go on."""
+
+OWNED, RUNNING = "lock", "running"
+"""Locks in a cell's folder: of the worker that has it; and the same while it works, for those who look."""
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at what is done."""
@@ -93,8 +99,10 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     ) as parent:
-        (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
-        (folder / "mlflow_uri").write_text(parent.uri, encoding="utf-8")
+        write_whole(folder / "mlflow_run", parent.run_id)
+        write_whole(folder / "mlflow_uri", parent.uri)
+        for cell in cells:
+            (folder / cell.name / FAILED_FILE).unlink(missing_ok=True)
         missing = sum(state_of(cell, folder).name != "done" for cell in cells)
         number = min(jobs or sweep.jobs or os.cpu_count() or 1, missing)
         code = watch_workers(start_workers(path, overrides, number, folder), cells, folder, console)
@@ -182,19 +190,25 @@ def watch_workers(
 ) -> int:
     """Shows what is done until every worker has ended; ctrl-C lets each finish its step with a checkpoint."""
     try:
-        with Live(table_of(cells, folder), console=console, refresh_per_second=1, transient=False) as live:
-            while any(worker.poll() is None for worker in workers):
-                time.sleep(LOOK_EVERY_S)
+        with ExitStack() as at_end:
+            at_end.callback(end, workers)  # also after SIGTERM or an error: no worker goes on alone
+            with Live(table_of(cells, folder), console=console, refresh_per_second=1, transient=False) as live:
+                while any(worker.poll() is None for worker in workers):
+                    time.sleep(LOOK_EVERY_S)
+                    live.update(table_of(cells, folder))
                 live.update(table_of(cells, folder))
-            live.update(table_of(cells, folder))
     except KeyboardInterrupt:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.wait()
         console.print("stopped; the same command goes on with the cells that are missing")
         return 130
     return 0
+
+
+def end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Lets workers finish their step with a checkpoint, and waits until they have ended."""
+    for worker in workers:
+        worker.terminate()
+    for worker in workers:
+        worker.wait()
 
 
 def state_of(cell: Cell, folder: Path) -> State:
@@ -205,7 +219,7 @@ def state_of(cell: Cell, folder: Path) -> State:
         return State("done", next((value for name, value in after.items() if "avg_at" in name), None))
     if (place / FAILED_FILE).is_file():
         return State("failed")
-    lock = FileLock(place / "lock")
+    lock = FileLock(place / RUNNING)
     if not place.is_dir():
         return State("waiting")
     try:
@@ -252,14 +266,12 @@ def work(path: Path, overrides: Sequence[str]) -> int:
 
 
 def take(cell: Cell, folder: Path, stop: Stop) -> bool:
-    """Runs a cell unless it is done or somebody else has it; says whether it did."""
+    """Runs a cell unless it is done, has failed since the start, or somebody else has it; says whether it did."""
     place = folder / cell.name
     place.mkdir(parents=True, exist_ok=True)
-    if (place / RESULT_FILE).is_file():
-        return False
     try:
-        with FileLock(place / "lock", blocking=False):
-            if (place / RESULT_FILE).is_file():
+        with FileLock(place / OWNED, blocking=False), FileLock(place / RUNNING):  # this one others hold to look
+            if (place / RESULT_FILE).is_file() or (place / FAILED_FILE).is_file():
                 return False
             run_cell(cell, folder, stop)
     except Timeout:
@@ -270,11 +282,10 @@ def take(cell: Cell, folder: Path, stop: Stop) -> bool:
 def run_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     """Trains one cell; a failure is written down beside it and does not stop the others."""
     place = folder / cell.name
-    (place / FAILED_FILE).unlink(missing_ok=True)
     try:
         train_cell(cell, folder, stop)
     except FAILURES:
-        (place / FAILED_FILE).write_text(traceback.format_exc(), encoding="utf-8")
+        write_whole(place / FAILED_FILE, traceback.format_exc())
         note_failure(cell, folder)
 
 
@@ -293,7 +304,7 @@ def note_failure(cell: Cell, folder: Path) -> None:
         runs_dir=Path(tracking.folder),
         parent_run_id=saved(folder / "mlflow_run"),
     )
-    (place / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    write_whole(place / "mlflow_run", tracker.run_id)
     tracker.close("FAILED")
 
 
@@ -301,7 +312,7 @@ def train_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     """Trains one cell in its folder, from its checkpoint where an earlier start left one."""
     config, place = cell.config, folder / cell.name
     student = model_folder(config.student.model, "student")
-    (place / MADE_OF_FILE).write_bytes(made_of(config))
+    write_whole(place / MADE_OF_FILE, made_of(config))
     prompts = training_prompts(config)
     with (
         Bars(Console()) as bars,

@@ -30,6 +30,7 @@ from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.training_args import training_args
 from hybrid.watchdog import LAST_WORDS_S, Watchdog
 from hybrid.watching import Recorder, Watch
+from hybrid.whole_file import write_whole
 from teachers.processors import load_processor, reads_images
 
 RESULT_FILE = "result.json"
@@ -77,7 +78,7 @@ class Place:
 
 def saved(path: Path) -> str | None:
     """A run's identifier written by an earlier start; None where there is none."""
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
 def cut_records(path: Path, checkpoint: str | None) -> None:
@@ -134,7 +135,7 @@ def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | N
     )
     if branch_at is not None and earlier is not None:
         tracker.history(earlier, branch_at)
-    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    write_whole(folder / "mlflow_run", tracker.run_id)
     own = config.for_method(label)
     tracker.params(own.model_dump(mode="json", by_alias=True, exclude={"tracking", "compare"}))
     tracker.artifact_text("experiment.yaml", resolved_yaml(own))
@@ -209,7 +210,7 @@ def train_method(
             if config.tracking.record_rollouts:
                 tracker.artifact_file(folder / "rollouts.jsonl")
     if this_rank().is_main:  # after its run is closed: a kill in between has the end come again, and no run left open
-        done.write_bytes(orjson.dumps(outcome.__dict__))
+        write_whole(done, orjson.dumps(outcome.__dict__))
     wait_for_all()
     return outcome
 

@@ -5,14 +5,26 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import orjson
 import pytest
+from filelock import FileLock
 
 from hybrid.compare.load import load_runs
 from hybrid.errors import ConfigError
 from hybrid.per_method import set_dotted
-from hybrid.sweep import FAILED_FILE, MADE_OF_FILE, first_difference, refuse_other_settings, run_sweep, state_of
+from hybrid.stopping import Stop
+from hybrid.sweep import (
+    FAILED_FILE,
+    MADE_OF_FILE,
+    RUNNING,
+    first_difference,
+    refuse_other_settings,
+    run_sweep,
+    state_of,
+    take,
+)
 from hybrid.sweep_config import labels_of, read_sweep, too_few_seeds
 from hybrid.training import RESULT_FILE
 from hybrid.yaml_file import dump_yaml
@@ -40,7 +52,7 @@ def written(folder, **changes):
     return path
 
 
-def wait_for(path, process, limit_s=240):
+def wait_for(path, process, limit_s=900):
     """Waits until a file is there; what the process says is the message if it is not."""
     until = time.monotonic() + limit_s
     while not path.is_file():
@@ -100,6 +112,19 @@ def test_a_failing_cell_is_counted_and_stops_no_other(gone_on):
         "lost/opd/seed7": "failed",
     }
     assert "nowhere.jsonl" in (folder / "lost" / "opd" / "seed4" / FAILED_FILE).read_text()
+
+
+def test_a_look_at_a_cell_is_not_taken_for_a_worker(gone_on):
+    _, cells, folder = gone_on
+    cell, stop = cells["lost/opd/seed4"], Stop(print)
+    assert not take(cell, folder, stop), "a failed cell is tried again by the next start alone"
+    (folder / cell.name / FAILED_FILE).unlink()
+    with ThreadPoolExecutor(1) as worker:
+        with FileLock(folder / cell.name / RUNNING):
+            taken = worker.submit(take, cell, folder, stop)
+            assert state_of(cell, folder).name == "running"
+        assert taken.result()
+    assert state_of(cell, folder).name == "failed"
 
 
 def test_methods_of_a_seed_see_the_same_prompts_in_the_same_order(gone_on):
