@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from teachers.serve import free_port
+from teachers.ports import port_of, reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPABILITY_VERSION_3 = 0x20080522
@@ -66,6 +66,7 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.folder, self.number = folder, 0
+        self.meeting = reserved_port()
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -101,7 +102,10 @@ class Forks:
 
     def pair(self, *arguments: str | Path) -> tuple[Started, Started]:
         """Two processes of one run, as torchrun would start them."""
-        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+        self.meeting.close()
+        self.meeting = reserved_port()
+        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+        own["MASTER_PORT"] = str(port_of(self.meeting))
         first, second = (self.start(*arguments, RANK=rank, LOCAL_RANK=rank, **own) for rank in ("0", "1"))
         return first, second
 
@@ -115,6 +119,7 @@ def forks(tmp_path_factory, tiny_cache):
     assert started.process.wait() == 0
     assert started.process.stdout is not None
     started.process.stdout.close()
+    started.meeting.close()
 
 
 def drop_privileges() -> None:

@@ -11,7 +11,6 @@ import pytest
 from hybrid.checkpoints import best_checkpoint, best_value, checkpoints, newest_good, step_of
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.tracking import BUFFER_NAME
-from teachers.serve import free_port
 from tests.experiments import QUICKSTART, as_options, recorded_steps, small
 from tests.mlflow_server import mlflow_server
 
@@ -142,8 +141,7 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(forks, tmp_path, resume
 
 
 @pytest.mark.processes
-def test_a_run_ends_well_without_its_mlflow_server_and_the_server_gets_everything_later(forks, tmp_path):
-    port = free_port()
+def test_a_run_ends_well_without_its_mlflow_server_and_the_server_gets_everything_later(forks, tmp_path, port):
     open_client(default_uri(tmp_path))  # the tables are there already when the server starts
     changes = ["compare=[]", f"tracking.uri=http://127.0.0.1:{port}", "train.steps=8", "evaluate.every=4"]
     options = as_options(small(tmp_path, *changes))

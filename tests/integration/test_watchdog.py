@@ -15,6 +15,7 @@ from hybrid.mlflow_store import default_uri, open_client
 from hybrid.watchdog import STALLED, Sign, reason
 from tests.experiments import QUICKSTART, as_options, recorded_steps, small
 from tests.forks import Started
+from tests.served import lives
 from tests.teachers.fake_vllm import FakeVllm, stream
 
 LIMIT_S = 6
@@ -84,11 +85,6 @@ def workers_of(launcher: Started) -> list[int]:
         if "LOCAL_RANK" in own:
             found[int(own["LOCAL_RANK"])] = pid
     return [found[rank] for rank in range(2)]
-
-
-def lives(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.processes
