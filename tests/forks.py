@@ -100,11 +100,11 @@ class Forks:
         request = {"argv": argv, "out": str(out), "powerless": powerless, "env": environment}
         return Started(self.ask(request), out, self)
 
-    def pair(self, *arguments: str | Path) -> tuple[Started, Started]:
+    def pair(self, *arguments: str | Path, **environment: str) -> tuple[Started, Started]:
         """Two processes of one run, as torchrun would start them."""
         self.meeting.close()
         self.meeting = reserved_port()
-        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+        own = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
         own["MASTER_PORT"] = str(port_of(self.meeting))
         first, second = (self.start(*arguments, RANK=rank, LOCAL_RANK=rank, **own) for rank in ("0", "1"))
         return first, second

@@ -192,7 +192,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_losses_follow(tmp_path, 
             if line.startswith("opdvr: "):
                 process.send_signal(signal.SIGINT)
                 break
-        out, complaint = process.communicate(timeout=120)
+        out, complaint = process.communicate(timeout=1500)
     assert process.returncode == 130, head + out + complaint
     assert "Traceback" not in complaint
     (folder,) = (tmp_path / "stopped" / "quickstart").iterdir()

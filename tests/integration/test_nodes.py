@@ -31,7 +31,6 @@ def losses(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 def test_two_nodes_train_as_one_node_with_two_processes(tmp_path, tiny_cache, port):
     ended(start(tmp_path / "one", 2))
     meeting = ("--nnodes", "2", "--rendezvous", f"localhost:{port}")

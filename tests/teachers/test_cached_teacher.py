@@ -214,7 +214,7 @@ def test_processes_share_a_folder_without_losing_or_tearing_anything(tmp_path):
         worker.stdin.write("go\n")
         worker.stdin.close()
     for worker in workers:
-        assert worker.wait(timeout=60) == 0
+        assert worker.wait(timeout=1500) == 0
         assert worker.stdout is not None
         worker.stdout.close()
     teacher = RecordedTeacher(tmp_path / "shared")
