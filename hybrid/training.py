@@ -25,7 +25,7 @@ from hybrid.silent import Silent
 from hybrid.stopping import Stop
 from hybrid.summary_table import Outcome
 from hybrid.together import from_main, wait_for_all
-from hybrid.tracking import Tracker
+from hybrid.tracking import Tracker, replay
 from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.training_args import training_args
 from hybrid.watchdog import LAST_WORDS_S, Watchdog
@@ -122,6 +122,7 @@ def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | N
     tags["hybrid.seed"] = str(config.seed)
     earlier = saved(folder / "mlflow_run")
     if branch_at is not None and earlier is not None:
+        replay(folder / "tracking")  # what the earlier run could not send: its points are copied, its file used anew
         tags |= {"hybrid.from_run": earlier, "hybrid.from_step": str(branch_at)}
     tracker = Tracker.open(
         uri=setting.uri,
