@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.folder, self.number = folder, 0
-        self.meeting = reserved_port()
+        self.meetings: list[socket.socket] = []
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -102,10 +103,9 @@ class Forks:
 
     def pair(self, *arguments: str | Path, **environment: str) -> tuple[Started, Started]:
         """Two processes of one run, as torchrun would start them."""
-        self.meeting.close()
-        self.meeting = reserved_port()
+        self.meetings.append(reserved_port())
         own = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-        own["MASTER_PORT"] = str(port_of(self.meeting))
+        own["MASTER_PORT"] = str(port_of(self.meetings[-1]))
         first, second = (self.start(*arguments, RANK=rank, LOCAL_RANK=rank, **own) for rank in ("0", "1"))
         return first, second
 
@@ -119,7 +119,8 @@ def forks(tmp_path_factory, tiny_cache):
     assert started.process.wait() == 0
     assert started.process.stdout is not None
     started.process.stdout.close()
-    started.meeting.close()
+    for meeting in started.meetings:
+        meeting.close()
 
 
 def drop_privileges() -> None:
