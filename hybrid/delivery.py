@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -12,6 +11,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
+
+from hybrid.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
 _HEAD = 256  # operations that are offered to one send, and are peeked at, not taken, until it has succeeded
@@ -211,9 +212,7 @@ class Delivery:
 
     def _write(self) -> None:
         lines = [json.dumps(self._address), *(json.dumps(asdict(operation)) for operation in self._queue)]
-        fresh = self._buffer.with_suffix(".tmp")
-        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        os.replace(fresh, self._buffer)
+        write_whole(self._buffer, "".join(f"{line}\n" for line in lines))
 
 
 def read_buffer(buffer: Path) -> tuple[dict[str, str], list[Operation]]:
