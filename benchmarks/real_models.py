@@ -4,16 +4,28 @@
     python -m benchmarks.real_models [FOLDER]
 
 Makes FOLDER/smollm2 and FOLDER/gemma3 (`runs/models` if none is given), which transformers loads in seconds and
-experiments name as `student.model` and `teacher.model`. Both models come as quantised GGUF files.
+experiments name as `student.model` and `teacher.model`. Both models come as quantised GGUF files. A third one,
+FOLDER/smollm2_sums, is SmolLM2 after 200 supervised steps on sums: a teacher of the student's own family.
 """
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from hybrid.config import HELD_OUT_SEED
+from hybrid.data import load_prompts
+from hybrid.read_config import read_experiment
+from hybrid.sources import held_out_prompts
 
 
 def smollm2_file() -> Path:
@@ -54,10 +66,54 @@ def converted(gguf: Path, folder: Path) -> Path:
     return folder
 
 
+def taught_sums(student: Path, folder: Path) -> Path:
+    """The student after supervised steps on the problems of `experiments/smollm2.yaml` that are not held out."""
+    if (folder / "config.json").exists():
+        return folder
+    experiment = read_experiment(Path("experiments/smollm2.yaml"))
+    others = held_out_prompts(experiment)
+    assert others is not None
+    held_out = {prompt[-1]["content"] for prompt in others["prompt"]}
+    rows = [
+        {"prompt": prompt, "completion": [{"role": "assistant", "content": answer_in_words(prompt[-1]["content"])}]}
+        for prompt in load_prompts(experiment.data, seed=HELD_OUT_SEED + 1)["prompt"]
+        if prompt[-1]["content"] not in held_out
+    ]
+    trainer = SFTTrainer(
+        str(student),
+        train_dataset=Dataset.from_list(rows),
+        args=SFTConfig(
+            str(folder.with_suffix(".sft")),
+            max_steps=200,
+            per_device_train_batch_size=8,
+            learning_rate=3e-4,
+            max_length=128,
+            bf16=False,
+            use_cpu=not torch.cuda.is_available(),
+            report_to="none",
+            save_strategy="no",
+            logging_steps=20,
+        ),
+        peft_config=LoraConfig(r=16, task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    adapted: Any = trainer.model
+    adapted.merge_and_unload().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(student).save_pretrained(folder)
+    return folder
+
+
+def answer_in_words(question: str) -> str:
+    """What the teacher is taught to say: the equation in a sentence, its result last."""
+    left, sign, right = re.findall(r"\d+|[+-]", question.rsplit(":", 1)[1])
+    return f"The final answer is {left} {sign} {right} = {int(left) + int(sign + right)}."
+
+
 def main(folder: Path) -> None:
-    """Converts both models into a folder, unless they are there."""
+    """Makes the three models in a folder, unless they are there."""
     for name, gguf in (("smollm2", smollm2_file()), ("gemma3", gemma_file())):
         print(converted(gguf, folder / name))
+    print(taught_sums(folder / "smollm2", folder / "smollm2_sums"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hybrid.mlflow_store import TrackingError, open_client
 from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.read_config import Problem, read_document, validated
 from hybrid.rewards import build_rewards
-from hybrid.sources import held_out_prompts, model_folder, training_prompts
+from hybrid.sources import held_out_prompts, model_folder, shared_prompts, training_prompts
 from hybrid.sweep_config import read_sweep, too_few_seeds
 from hybrid.teacher_config import (
     LocalTeacherConfig,
@@ -132,16 +132,18 @@ class _Checker:
         student = self._tokenizer(("student", "model"), config.student.model)
         source: KeyPath = ("data", "source")
         everything = [*wanted, *self._columns_of_training()]
-        num_rows = self._look_at_prompts(source, config.data, lambda: training_prompts(config), everything, student)
-        if num_rows is not None and num_rows < config.train.prompts_per_step:
+        rows = self._look_at_prompts(source, config.data, lambda: training_prompts(config), everything, student)
+        if rows is not None and (num_rows := len(rows)) < config.train.prompts_per_step:
             path: KeyPath = ("train", "prompts_per_step")
             self._say("error", path, f"a step takes {config.train.prompts_per_step} prompts; the data has {num_rows}")
         asked = held_out(config)
         if asked is None or config.evaluate is None:
             self._say("warning", (), "nothing is evaluated on held-out prompts; `evaluate: {}` does it")
-        elif num_rows is not None or config.evaluate.data is not None:
+        elif rows is not None or config.evaluate.data is not None:
             source = source if config.evaluate.data is None else ("evaluate", "data")
-            self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
+            others = self._look_at_prompts(source, asked, lambda: held_out_prompts(config), wanted, student)
+            if rows is not None and others is not None and (shared := shared_prompts(rows, others)) is not None:
+                self._say("warning", source, shared)
         self._look_at_teachers(student)
         self._look_at_engine()
         self._look_at_tracking()
@@ -225,15 +227,15 @@ class _Checker:
         load: Callable[[], datasets.Dataset | None],
         columns: Sequence[tuple[str, str]],
         tokenizer: Any,
-    ) -> int | None:
-        """Loads prompts, looks at their columns and lengths, and counts them; None where they cannot be loaded."""
+    ) -> datasets.Dataset | None:
+        """Loads prompts, and looks at their columns and lengths; None where they cannot be loaded."""
         try:
             rows = load()
             assert rows is not None
             has_columns(rows, columns)
             if tokenizer is not None:
                 self._look_at_lengths(path, rows, tokenizer)
-            return len(rows)
+            return rows
         except DataError as error:
             if self._is_output(source.source):
                 self._say("warning", path, f"{source.source} does not exist yet; {WRITTEN_BY}")

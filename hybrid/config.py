@@ -137,7 +137,8 @@ class EvaluateConfig(Settings):
     data: DataConfig | None = Field(
         default=None,
         description="The held-out set. Null is the split `eval` of an embedded task, other problems of the same "
-        "reasoning-gym task, or the last `prompts` rows of any other source, which the training then leaves out.",
+        "reasoning-gym task (where it has enough), or the last `prompts` rows of any other source, which the training "
+        "then leaves out. Prompts that are trained on too are counted in a warning.",
     )
     temperature: float = Field(default=1.0, ge=0, description="Of the responses; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the responses.")

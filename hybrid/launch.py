@@ -21,7 +21,7 @@ from hybrid.preflights import preflight_lines
 from hybrid.progress import Bars
 from hybrid.rewards import build_rewards
 from hybrid.silent import Silent
-from hybrid.sources import held_out_prompts, model_folder, training_prompts
+from hybrid.sources import held_out_prompts, model_folder, shared_prompts, training_prompts
 from hybrid.stopping import Stop
 from hybrid.summary_table import print_evaluation, print_outcomes
 from hybrid.teacher_config import LocalTeacherConfig, teachers_of
@@ -76,6 +76,8 @@ def train_experiment(
         for line in plan_lines(config) if this_rank().world == 1 else []:
             console.print(line, style="dim", highlight=False, markup=False)
         prompts, held_out = training_prompts(config), held_out_prompts(config)
+        if held_out is not None and (shared := shared_prompts(prompts, held_out)) is not None:
+            console.print(shared, style="yellow")
         rewards = build_rewards(config.rewards) if config.rewards else []
         if is_main:
             (folder / "experiment.yaml").write_text(resolved_yaml(config), encoding="utf-8")

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import datasets
+import orjson
 
 from hybrid.config import HELD_OUT_SEED, TINY, ExperimentConfig, held_out, splits_off
 from hybrid.data import Builder, DataConfig, load_prompts
 from hybrid.errors import DataError
+from hybrid.pictures import PICTURE_COLUMNS
 from hybrid.tiny import Progress, Role, ensure_tiny
 from hybrid.tiny_figures import vision_dataset
 from hybrid.tiny_tasks import VISION_TASKS, tiny_dataset
@@ -60,6 +62,20 @@ def held_out_prompts(config: ExperimentConfig) -> datasets.Dataset | None:
     rows = load_prompts(source, seed=HELD_OUT_SEED, builders=BUILDERS)
     num = min(len(rows), config.evaluate.prompts)
     return rows.select(range(len(rows) - num, len(rows)) if splits_off(config) else range(num))
+
+
+def shared_prompts(training: datasets.Dataset, held_out: datasets.Dataset) -> str | None:
+    """What to tell of held-out prompts that are trained on too; None where there are none, or rows have pictures."""
+    if set(PICTURE_COLUMNS) & set(held_out.column_names):
+        return None  # the words alone do not tell such rows apart
+    trained = {orjson.dumps(prompt) for prompt in training["prompt"]}
+    num = sum(orjson.dumps(prompt) in trained for prompt in held_out["prompt"])
+    if not num:
+        return None
+    return (
+        f"{num} of {len(held_out)} held-out prompts stand among those of the training too, so that part of their "
+        "accuracy may be memory; take a task with more problems, or name other prompts with evaluate.data"
+    )
 
 
 def model_folder(name: str, role: Role, progress: Progress | None = None) -> str:

@@ -49,8 +49,10 @@ def test_what_ships_is_fine(path, monkeypatch):
     if path.stem.startswith("qwen3"):
         assert all("could not be looked at: the hub does not answer from here" in warning for warning in warnings)
         assert len(warnings) == 4  # student, teacher, prompts, held-out prompts
-    elif path.stem == "smollm2":
-        assert all("does not exist yet; make it before this run" in warning for warning in warnings)
+    elif path.stem in ("smollm2", "smollm2_sweep"):
+        shared, *models = sorted(warnings, key=lambda warning: "does not exist yet" in warning)
+        assert "of 32 held-out prompts stand among those of the training too" in shared  # of 200 sums in all
+        assert all("does not exist yet; make it before this run" in warning for warning in models)
     elif path.stem not in ("rstg", "sft", "study"):  # which want what a teacher has written before
         assert warnings == []
 
@@ -398,8 +400,20 @@ def test_the_last_rows_of_a_file_are_held_out(tmp_path):
     )
     assert again is not None
     assert again["prompt"] == held["prompt"]
+    findings = check_experiment(path, [f"data.source={rows}", "evaluate.prompts=3"])
+    assert not any("among those of the training" in str(finding) for finding in findings)
     findings = check_experiment(path, [f"data.source={rows}", "evaluate.prompts=10"])
     assert "10 of them are held out, so none is left to train on" in levels(findings, "error")[0]
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n % 8}+1=", "answer": "{n % 8 + 1}"}}\n' for n in range(10)))
+    path = tmp_path / "x.yaml"
+    path.write_text(QUICKSTART, encoding="utf-8")
+    findings = check_experiment(path, [f"data.source={rows}", "evaluate.prompts=3", "train.prompts_per_step=2"])
+    (warning,) = levels(findings, "warning")
+    assert "2 of 3 held-out prompts stand among those of the training too" in warning  # 0+1= and 1+1=, not 7+1=
 
 
 @pytest.mark.parametrize(
