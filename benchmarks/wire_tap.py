@@ -29,9 +29,11 @@ class WireTap:
         self.sent = self.received = 0
         self._target = (host, port)
         self._on_received = on_received
+        self._counting = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
+        self._is_closed = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -47,6 +49,8 @@ class WireTap:
                 _end(client)
                 continue
             self._sockets += [client, server]
+            if self._is_closed:  # which saw no such connection
+                _end(client, server)
             for source, sink, is_reply in ((client, server, False), (server, client, True)):
                 thread = threading.Thread(target=self._pump, args=(source, sink, is_reply), daemon=True)
                 self._threads.append(thread)
@@ -55,12 +59,11 @@ class WireTap:
     def _pump(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
         try:
             while piece := source.recv(1 << 16):
+                with self._counting:  # before it goes on, so that who has read a reply finds it counted
+                    self.sent += 0 if is_reply else len(piece)
+                    self.received += len(piece) if is_reply else 0
                 sink.sendall(piece)
-                if not is_reply:
-                    self.sent += len(piece)
-                    continue
-                self.received += len(piece)
-                if self._on_received is not None:
+                if is_reply and self._on_received is not None:
                     self._on_received(piece)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -68,10 +71,12 @@ class WireTap:
 
     def reset(self) -> None:
         """Counts from zero again."""
-        self.sent = self.received = 0
+        with self._counting:
+            self.sent = self.received = 0
 
     def close(self) -> None:
         """Ends all connections."""
+        self._is_closed = True
         _end(self._listener, *self._sockets)
         for thread in self._threads:
             thread.join()

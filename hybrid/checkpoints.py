@@ -3,8 +3,8 @@
 A checkpoint is a folder `checkpoint-STEP`. It is written into `.writing`, flushed to the disk, listed with the SHA-256
 of each file in `manifest.json`, and then renamed. A folder without a manifest, or with a file that differs from it, is
 torn.
-`best` is a link to the checkpoint with the best held-out accuracy, which is never deleted. All processes of a run see
-the same folder; each calls `begin` and `publish`.
+`best.json` names the checkpoint with the best held-out accuracy, which is never deleted; `best` is a link to it. All
+processes of a run see the same folder; each calls `begin` and `publish`.
 """
 
 import errno
@@ -25,6 +25,7 @@ from torch.utils.data import Sampler
 
 from hybrid.errors import DataError
 from hybrid.together import from_all, from_main, num_processes, rank, wait_for_all
+from hybrid.whole_file import write_whole
 
 MANIFEST = "manifest.json"
 WRITING = ".writing"
@@ -231,27 +232,32 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def best_checkpoint(root: Path) -> Path | None:
-    """The checkpoint that `best` links to; None where there is none."""
-    link = root / BEST
-    return root / os.readlink(link) if link.is_symlink() else None
+    """The checkpoint with the best score; None where there is none."""
+    noted = best_noted(root)
+    return None if noted is None else root / f"checkpoint-{noted['step']}"
 
 
 def best_value(root: Path) -> float | None:
     """The score of the best checkpoint; None where there is none."""
+    noted = best_noted(root)
+    return None if noted is None else float(noted["value"])
+
+
+def best_noted(root: Path) -> dict[str, Any] | None:
+    """Step and score of the best checkpoint, in one file, so that a kill does not part them; None without any."""
     path = root / BEST_FILE
-    return float(orjson.loads(path.read_bytes())["value"]) if path.is_file() and best_checkpoint(root) else None
+    return orjson.loads(path.read_bytes()) if path.is_file() else None
 
 
 def mark_best(checkpoint: Path, metric: str, value: float) -> None:
-    """Links `best` to a checkpoint, and notes its score beside."""
+    """Notes which checkpoint is the best, and its score; then links `best` to it, for people."""
     root = checkpoint.parent
+    noted = {"step": step_of(checkpoint), "metric": metric, "value": value}
+    write_whole(root / BEST_FILE, orjson.dumps(noted))
     beside = root / f".{BEST}"
     beside.unlink(missing_ok=True)
     beside.symlink_to(checkpoint.name)
     beside.replace(root / BEST)
-    noted = root / f".{BEST_FILE}"
-    noted.write_bytes(orjson.dumps({"step": step_of(checkpoint), "metric": metric, "value": value}))
-    noted.replace(root / BEST_FILE)
 
 
 def go_back_to_best(root: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -12,6 +11,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
+
+from hybrid.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
 _HEAD = 256  # operations that are offered to one send, and are peeked at, not taken, until it has succeeded
@@ -72,7 +73,8 @@ class Delivery:
         self._retry_at = 0.0
         self._lost = False
         self._running = False
-        self._flush_failed = False
+        self._num_attempts = 0
+        self._last_loss = 0  # the latest attempt that was lost, by number
         self._torn = False
         self._closed = False
         self._idle = threading.Condition()
@@ -84,6 +86,7 @@ class Delivery:
             if address_on_disk == self._address:
                 self._queue.extend(waiting)
                 self._lost = True
+                self._keep()  # whole again: an operation that is appended to a torn line would spoil the file
 
     @property
     def num_waiting(self) -> int:
@@ -95,7 +98,7 @@ class Delivery:
         """Appends one operation and returns at once."""
         with self._idle:
             self._queue.append(operation)
-            if self._lost and not self._running:
+            if self._lost:  # also while it is tried again, which may take a minute
                 self._keep(operation)
         self._start(now=False)
 
@@ -107,9 +110,11 @@ class Delivery:
         """
         deadline = time.monotonic() + timeout_s
         with self._idle:
-            self._flush_failed = False
-            self._start(now=True)  # in one go, so that a failure from before is not taken for this one's
-            while (self._queue or self._running) and not self._flush_failed:  # the file goes after the last record
+            before = self._num_attempts  # the loss of an attempt that is under way already is not this one's
+            while (self._queue or self._running) and self._last_loss <= before:  # the file goes after the last record
+                self._start(now=True)
+                if self._closed and not self._running:
+                    break
                 if not self._idle.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     break
             return not self._queue
@@ -134,6 +139,7 @@ class Delivery:
             if self._closed or self._running or not self._queue or (not now and time.monotonic() < self._retry_at):
                 return
             self._running = True
+            self._num_attempts += 1
             future = self._pool.submit(self._drain)
         future.add_done_callback(self._after)
 
@@ -154,12 +160,12 @@ class Delivery:
         error = future.exception()
         with self._idle:
             self._running = False
-            if error is None:
-                self._found_again()
-            elif isinstance(error, LostError):
+            if isinstance(error, LostError):
                 self._note_loss(error)
             else:
-                self._set_aside(self._queue.popleft(), error)
+                if error is not None:
+                    self._set_aside(self._queue.popleft(), error)
+                self._found_again()
             again = bool(self._queue) and not isinstance(error, LostError)
             self._idle.notify_all()
         if again:
@@ -175,7 +181,7 @@ class Delivery:
         if not self._lost:
             _log.warning("%s; the run goes on, its records wait in %s", error, self._buffer)
         self._lost = True
-        self._flush_failed = True
+        self._last_loss = self._num_attempts
         self._keep()
         self._retry_at = time.monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
@@ -206,9 +212,7 @@ class Delivery:
 
     def _write(self) -> None:
         lines = [json.dumps(self._address), *(json.dumps(asdict(operation)) for operation in self._queue)]
-        fresh = self._buffer.with_suffix(".tmp")
-        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        os.replace(fresh, self._buffer)
+        write_whole(self._buffer, "".join(f"{line}\n" for line in lines))
 
 
 def read_buffer(buffer: Path) -> tuple[dict[str, str], list[Operation]]:

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from hybrid.config import EngineConfig, ExperimentConfig
 from hybrid.errors import ConfigError
 from hybrid.tiny import cache_root
+from teachers.ports import port_of, reserved_port
 
 GRACE_S = 3600
 """Seconds in which processes that were told to stop may finish their step and write a checkpoint."""
@@ -185,20 +185,22 @@ def launch(engine: EngineConfig, arguments: Sequence[str], nodes: Nodes = ONE_NO
     os.environ.update(environment(engine, number))
     here = str(Path(__file__).parents[1])  # the package may run from a checkout that is not installed
     os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH")) if part)
+    meeting = reserved_port()
     settings = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=number,
         run_id="hybrid",
         rdzv_backend="static",
-        rdzv_endpoint=nodes.rendezvous or f"localhost:{free_port()}",
+        rdzv_endpoint=nodes.rendezvous or f"localhost:{port_of(meeting)}",
         rdzv_configs={"rank": nodes.rank, "timeout": RENDEZVOUS_S},
         local_addr=None if nodes.count > 1 else "localhost",
         max_restarts=0,
         shutdown_timeout=GRACE_S,
     )
     try:
-        elastic_launch(settings, sys.executable)(*arguments)
+        with meeting:
+            elastic_launch(settings, sys.executable)(*arguments)
     except SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
@@ -214,13 +216,6 @@ def exit_code(error: Any) -> int:
         sys.stderr.write(f"process {rank} was ended by signal {-code}; go on with --resume\n")
         return 128 - code
     return code
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def environment(engine: EngineConfig, number: int) -> dict[str, str]:

@@ -19,6 +19,7 @@ from hybrid.compare.statistics import avg_at_k, mean_with_interval, pass_at_k
 from hybrid.errors import DataError, RewardError
 from hybrid.pictures import encode_prompts, tokenizer_of
 from hybrid.together import from_all, from_main, num_processes, rank
+from hybrid.whole_file import write_whole
 
 Report = Callable[[int, int], None]
 """Told how many responses are done, and of how many."""
@@ -103,7 +104,7 @@ class Evaluation:
 def write_evaluation(path: Path, found: Evaluation) -> None:
     """Keeps an evaluation without its texts as JSON."""
     arrays = {name: getattr(found, name).tolist() for name in ARRAYS}
-    path.write_bytes(orjson.dumps({"sampling": found.sampling.__dict__, **arrays}))
+    write_whole(path, orjson.dumps({"sampling": found.sampling.__dict__, **arrays}))
 
 
 def read_evaluation(path: Path) -> Evaluation | None:

@@ -32,6 +32,7 @@ from hybrid.teaching import Making, is_chat, start_for_all, teacher_of
 from hybrid.together import from_main, loss_told
 from hybrid.tracking import Tracker, replay
 from hybrid.training import Setting, saved, train_method
+from hybrid.whole_file import write_whole
 
 
 def train_experiment(
@@ -222,7 +223,7 @@ def open_parent(config: ExperimentConfig, folder: Path) -> Tracker | Silent:
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     )
-    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    write_whole(folder / "mlflow_run", tracker.run_id)
     return tracker
 
 

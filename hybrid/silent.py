@@ -48,7 +48,7 @@ class Silent:
         """Nothing waits."""
         return True
 
-    def close(self, status: str = "FINISHED") -> None:
+    def close(self, status: str = "FINISHED", timeout_s: float = 60.0) -> None:
         """Nothing."""
 
     def __enter__(self) -> Self:

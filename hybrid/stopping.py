@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end a training cleanly: the step is finished, a checkpoint written, and how to go on is told."""
 
+import contextlib
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -46,7 +47,8 @@ class Stop(TrainerCallback):
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
-        self._tell("stopping after this step, with a checkpoint (ctrl-C again stops at once, without one)")
+        with contextlib.suppress(RuntimeError):  # Python's own, where the signal came while a line was being written
+            self._tell("stopping after this step, with a checkpoint (ctrl-C again stops at once, without one)")
 
     def agreed(self) -> bool:
         """Whether any process of the run was told to stop; all of them ask, and stop together."""

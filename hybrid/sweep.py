@@ -2,13 +2,14 @@
 
 Worker processes take cells one after another; a cell belongs to the worker that holds the lock on its folder, and the
 lock goes with its process, however that ends. A finished cell has its result file; the next start passes it over.
+Who only looks whether a cell is worked at tries a second lock, so that no worker takes the look for another worker.
 """
 
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hybrid.teacher_config import LocalTeacherConfig, teachers_of
 from hybrid.teaching import is_chat, teacher_of
 from hybrid.tracking import Tracker
 from hybrid.training import RESULT_FILE, Place, Setting, last_checkpoint, saved, train_method
+from hybrid.whole_file import write_whole
 from hybrid.workers import Worker, running_workers
 
 FAILED_FILE = "failed.txt"
@@ -42,6 +44,9 @@ MADE_OF_FILE = "made_of.json"
 
 FAILURES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What a model, a verifier, a teacher or a full disk can raise; it fails a cell, and the others go on."""
+
+OWNED, RUNNING = "lock", "running"
+"""Locks in a cell's folder: of the worker that has it; and the same while it works, for those who look."""
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at what is done."""
@@ -94,8 +99,8 @@ def run_sweep(path: Path, overrides: Sequence[str] = (), *, jobs: int | None = N
         runs_dir=Path(tracking.folder),
         run_id=saved(folder / "mlflow_run"),
     ) as parent:
-        (folder / "mlflow_run").write_text(parent.run_id, encoding="utf-8")
-        (folder / "mlflow_uri").write_text(parent.uri, encoding="utf-8")
+        write_whole(folder / "mlflow_run", parent.run_id)
+        write_whole(folder / "mlflow_uri", parent.uri)
         code = run_missing(path, overrides, cells, folder, console, jobs=jobs or sweep.jobs)
         if code == 0 and any(state_of(cell, folder).name == "done" for cell in cells):
             write_comparison(sweep, cells, folder, parent, console)
@@ -202,7 +207,7 @@ def state_of(cell: Cell, folder: Path) -> State:
         return State("done", next((value for name, value in after.items() if "avg_at" in name), None))
     if (place / FAILED_FILE).is_file():
         return State("failed")
-    lock = FileLock(place / "lock")
+    lock = FileLock(place / RUNNING)
     if not place.is_dir():
         return State("waiting")
     try:
@@ -237,39 +242,20 @@ def work(path: Path, overrides: Sequence[str]) -> int:
     sweep, cells = read_sweep(path, overrides)
     folder = sweep_folder(sweep, cells)
     with Stop(print) as stop:
-        work_through(
-            cells, lambda cell: stop.received is None and take(cell, folder, stop), lambda: time.sleep(LOOK_EVERY_S)
-        )
+        for _ in cells:  # each time from the first one: a worker may have left a cell meanwhile
+            if stop.received is not None or not any(take(cell, folder, stop) for cell in cells):
+                break
     return stop.exit_code
 
 
-def work_through(cells: Sequence[Cell], attempt: Callable[[Cell], bool], pause: Callable[[], None]) -> None:
-    """Tries every cell until two looks at all of them find none that is free.
-
-    Two, for whoever shows the table holds a cell's lock for a moment to see whether it is free.
-
-    Args:
-      cells: all of them.
-      attempt: runs a cell, and says whether it was free.
-      pause: between the two looks.
-    """
-    left, vain = list(cells), 0
-    while left and vain < 2:
-        taken = [cell.name for cell in left if attempt(cell)]
-        left = [cell for cell in left if cell.name not in taken]
-        vain = 0 if taken else vain + 1
-        if vain == 1:
-            pause()
-
-
 def take(cell: Cell, folder: Path, stop: Stop) -> bool:
-    """Runs a cell unless it is done, has failed, or somebody else has it; says whether it did."""
+    """Runs a cell unless it is done, has failed since the start, or somebody else has it; says whether it did."""
     place = folder / cell.name
     place.mkdir(parents=True, exist_ok=True)
     if is_over(place):
         return False
     try:
-        with FileLock(place / "lock", blocking=False):
+        with FileLock(place / OWNED, blocking=False), FileLock(place / RUNNING):  # this one others hold to look
             if is_over(place):
                 return False
             run_cell(cell, folder, stop)
@@ -289,7 +275,7 @@ def run_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     try:
         train_cell(cell, folder, stop)
     except FAILURES:
-        (place / FAILED_FILE).write_text(traceback.format_exc(), encoding="utf-8")
+        write_whole(place / FAILED_FILE, traceback.format_exc())
         note_failure(cell, folder)
 
 
@@ -309,7 +295,7 @@ def note_failure(cell: Cell, folder: Path) -> None:
         runs_dir=Path(tracking.folder),
         parent_run_id=saved(folder / "mlflow_run"),
     )
-    (place / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    write_whole(place / "mlflow_run", tracker.run_id)
     tracker.close("FAILED")
 
 
@@ -317,7 +303,7 @@ def train_cell(cell: Cell, folder: Path, stop: Stop) -> None:
     """Trains one cell in its folder, from its checkpoint where an earlier start left one."""
     config, place = cell.config, folder / cell.name
     student = model_folder(config.student.model, "student")
-    (place / MADE_OF_FILE).write_bytes(made_of(config))
+    write_whole(place / MADE_OF_FILE, made_of(config))
     prompts = training_prompts(config)
     with (
         Bars(Console()) as bars,

@@ -9,9 +9,9 @@ import hashlib
 import json
 import logging
 import math
-import os
 import posixpath
 import re
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +50,6 @@ class Tracker:
         self.run_id = run_id
         self.folder = folder
         self._names: dict[str, str] = {}
-        self._num_files = 0
         self._closed = False
         self._delivery = Delivery(
             Sender(client, run_id),
@@ -221,13 +220,18 @@ class Tracker:
         """Waits until everything has arrived; False if the store is lost or too slow."""
         return self._delivery.flush(timeout_s)
 
-    def close(self, status: Status = "FINISHED") -> None:
-        """Ends the run. What a lost store could not take stays on disk, and `replay(folder)` sends it later."""
+    def close(self, status: Status = "FINISHED", timeout_s: float = 60.0) -> None:
+        """Ends the run. What a lost store could not take stays on disk, and `replay(folder)` sends it later.
+
+        Args:
+          status: of the run in MLflow.
+          timeout_s: seconds that the store gets to take what waits.
+        """
         if self._closed:
             return
         self._closed = True
         self._put("status", {"status": status})
-        if num_waiting := self._delivery.close():
+        if num_waiting := self._delivery.close(timeout_s):
             logging.getLogger(__name__).warning(
                 "%d records of run %s could not be sent and wait in %s",
                 num_waiting,
@@ -265,9 +269,9 @@ class Tracker:
         self._put("artifact", {"file": str(file), "folder": folder, "spooled": True})
 
     def _spool(self, file_name: str, text: str) -> Path:
-        self._num_files += 1
-        folder = self.folder / "mlflow_spool" / f"{os.getpid()}-{self._num_files}"
-        folder.mkdir(parents=True, exist_ok=True)
+        spool = self.folder / "mlflow_spool"
+        spool.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=spool))  # a later process, perhaps with this one's number, has its own
         (folder / file_name).write_text(text, encoding="utf-8")
         return folder / file_name
 

@@ -26,11 +26,12 @@ from hybrid.silent import Silent
 from hybrid.stopping import Stop
 from hybrid.summary_table import Outcome
 from hybrid.together import from_main, wait_for_all
-from hybrid.tracking import Tracker
+from hybrid.tracking import Tracker, replay
 from hybrid.trainer import HybridConfig, HybridTrainer
 from hybrid.training_args import training_args
-from hybrid.watchdog import Watchdog
+from hybrid.watchdog import LAST_WORDS_S, Watchdog
 from hybrid.watching import Recorder, Watch
+from hybrid.whole_file import write_whole
 from teachers.processors import load_processor, reads_images
 
 RESULT_FILE = "result.json"
@@ -78,7 +79,7 @@ class Place:
 
 def saved(path: Path) -> str | None:
     """A run's identifier written by an earlier start; None where there is none."""
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
 def cut_records(path: Path, checkpoint: str | None) -> None:
@@ -123,6 +124,7 @@ def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | N
     tags |= {"hybrid.seed": str(config.seed), **note(config.tracking.note, described)}
     earlier = saved(folder / "mlflow_run")
     if branch_at is not None and earlier is not None:
+        replay(folder / "tracking")  # what the earlier run could not send: its points are copied, its file used anew
         tags |= {"hybrid.from_run": earlier, "hybrid.from_step": str(branch_at)}
     tracker = Tracker.open(
         uri=setting.uri,
@@ -136,7 +138,7 @@ def open_child(setting: Setting, label: str, place: Place, *, branch_at: int | N
     )
     if branch_at is not None and earlier is not None:
         tracker.history(earlier, branch_at)
-    (folder / "mlflow_run").write_text(tracker.run_id, encoding="utf-8")
+    write_whole(folder / "mlflow_run", tracker.run_id)
     own = config.for_method(label)
     tracker.params(own.model_dump(mode="json", by_alias=True, exclude={"tracking", "compare"}))
     tracker.artifact_text("experiment.yaml", resolved_yaml(own))
@@ -211,9 +213,7 @@ def train_method(
             if config.tracking.record_rollouts:
                 tracker.artifact_file(folder / "rollouts.jsonl")
     if this_rank().is_main:  # after its run is closed: a kill in between has the end come again, and no run left open
-        partial = done.with_suffix(".partial")  # so that whoever looks finds a whole file or none
-        partial.write_bytes(orjson.dumps(outcome.__dict__))
-        partial.replace(done)
+        write_whole(done, orjson.dumps(outcome.__dict__))
     wait_for_all()
     return outcome
 
@@ -221,7 +221,7 @@ def train_method(
 def end_run(tracker: Tracker | Silent, text: str) -> None:
     """Notes in MLflow why a run was ended."""
     tracker.tags({"hybrid.stalled": text})
-    tracker.close("FAILED")
+    tracker.close("FAILED", timeout_s=LAST_WORDS_S / 2)  # time is left to write down what the store did not take
 
 
 def outcome_of(setting: Setting, label: str, steps: int, seconds: float) -> Outcome:

@@ -142,8 +142,8 @@ class Watchdog(TrainerCallback):
             if idle_s > self.limit_s:
                 self._end()
 
-    def _write(self) -> None:
-        sign = Sign(
+    def _sign(self) -> Sign:
+        return Sign(
             rank=rank(),
             part=self._part,
             step=self._step,
@@ -153,6 +153,9 @@ class Watchdog(TrainerCallback):
             host=socket.gethostname(),
             pid=os.getpid(),
         )
+
+    def _write(self) -> None:
+        sign = self._sign()
         beside = self.folder / f".{sign.rank}"
         with contextlib.suppress(OSError):  # a full disk is told by what must be written there
             beside.write_bytes(orjson.dumps(asdict(sign)))
@@ -160,7 +163,9 @@ class Watchdog(TrainerCallback):
 
     def _end(self) -> None:
         """Tells the reason and leaves; the training itself may never come back to be told."""
-        signs, now = read(self.folder), time.time()
+        own, now = self._sign(), time.time()
+        signs = [sign for sign in read(self.folder) if sign.rank != own.rank]
+        signs = sorted([*signs, own], key=lambda sign: sign.rank)  # a full disk may have taken none of this one's
         text = f"no progress for {self.limit_s:g} s: {reason(signs, now, self.limit_s, self.explain)}"
         stacks = self.folder.parent / f"stalled_{rank()}.txt"
         try:
@@ -188,8 +193,12 @@ class Watchdog(TrainerCallback):
 
 
 def read(folder: Path) -> list[Sign]:
-    """What the processes last said."""
-    return [Sign(**orjson.loads(path.read_bytes())) for path in sorted(folder.glob("[0-9]*.json"))]
+    """What the processes last said; one that ends while its file is read is left out."""
+    signs = []
+    for path in folder.glob("[0-9]*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            signs.append(Sign(**orjson.loads(path.read_bytes())))
+    return sorted(signs, key=lambda sign: sign.rank)
 
 
 def silent(signs: Sequence[Sign], now: float, limit_s: float) -> list[Sign]:

@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,13 +25,13 @@ import torch
 
 from teachers import keeper
 from teachers.errors import TeacherError, TeacherUnavailable
+from teachers.ports import LOOPBACK, port_of, reserved_port
 from teachers.vllm import VllmTeacher
 
 log = logging.getLogger(__name__)
 
 PYTHON_ENV = "HYBRID_VLLM_PYTHON"
 KEY_ENV = "HYBRID_TEACHER_API_KEY"
-LOOPBACK = "127.0.0.1"
 _SCALE_OUT_SINCE = (0, 30)  # the first vLLM that knows --enable-scale-out
 _LAUNCHERS = re.compile(
     r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|GROUP_\w+|ROLE_\w+|TORCHELASTIC_\w+)$"
@@ -184,13 +183,6 @@ def server_environment(config: ServeConfig, api_key: str) -> dict[str, str]:
     return environment
 
 
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return listener.getsockname()[1]
-
-
 @contextlib.contextmanager
 def serve(config: ServeConfig) -> Iterator[Served]:
     """Runs a server while the block runs; it scores from the first line on and is gone after the last.
@@ -202,9 +194,10 @@ def serve(config: ServeConfig) -> Iterator[Served]:
       TeacherUnavailable: it did not score within `start_timeout_s`.
     """
     python = vllm_python(config)
-    port = config.port or free_port()
-    command = server_command(config, port=port, python=python, version=vllm_version(python))
-    with tempfile.TemporaryDirectory(prefix="hybrid-teacher-") as folder:  # only its owner can enter it
+    version = vllm_version(python)
+    with reserved_port() as kept, tempfile.TemporaryDirectory(prefix="hybrid-teacher-") as folder:  # its owner's alone
+        port = config.port or port_of(kept)
+        command = server_command(config, port=port, python=python, version=version)
         key_file, key = Path(folder) / "api_key", os.environ.get(KEY_ENV) or secrets.token_urlsafe(32)
         with open(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key)
@@ -213,7 +206,7 @@ def serve(config: ServeConfig) -> Iterator[Served]:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", keeper.__file__, folder, *command],
+                [sys.executable, "-I", keeper.__file__, folder, str(os.getpid()), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -3,8 +3,10 @@
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+
+from filelock import FileLock
 
 from teachers.errors import TeacherError
 from teachers.records import Question
@@ -44,7 +46,9 @@ class ScoreStore:
         self._memory = sqlite3.connect(":memory:", check_same_thread=False) if path is None else None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with self._connection() as connection:
+        # one after another: SQLite has nobody wait who changes the journal while others are about to
+        alone = nullcontext() if path is None else FileLock(path.with_name(f"{path.name}.lock"))
+        with alone, self._connection() as connection:
             if path is not None:
                 connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(_SCHEMA)

@@ -8,9 +8,9 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from teachers import wire
 from teachers.asking import Run, assembled, check_rows, unique_asks
@@ -20,6 +20,8 @@ from teachers.protocol import SAMPLED, Row, Want
 from teachers.replicas import Replica, Replicas, ServerFacts
 from teachers.scores import TeacherScores
 from teachers.wire import Ask, BadReply, RowScores
+
+T = TypeVar("T")
 
 MAX_TOKENS = 65_536  # ids of one request; a longer row goes alone
 MAX_BACKOFF_S = 30.0
@@ -138,7 +140,7 @@ class VllmTeacher:
           As `score`; what the servers answer is raised by the future's `result`.
         """
         check_rows(self.name, rows, want, self._vocab_size)
-        return asyncio.run_coroutine_threadsafe(self._score(tuple(rows), want), self._started())
+        return self._sent(self._score(tuple(rows), want))
 
     def facts(self) -> list[ServerFacts]:
         """Meets all replicas and returns what those that answer say about themselves.
@@ -147,7 +149,7 @@ class VllmTeacher:
           TeacherUnavailable: none answers.
           TeacherMismatch: none that answers serves the model.
         """
-        return asyncio.run_coroutine_threadsafe(self._facts(), self._started()).result()
+        return self._sent(self._facts()).result()
 
     def close(self) -> None:
         """Ends the connections and the thread; rows on their way are given up."""
@@ -168,14 +170,15 @@ class VllmTeacher:
         """Closes."""
         self.close()
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _sent(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Hands work to the loop, under the lock, so that a `close` comes before it or ends it."""
         with self._start:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._replicas = Replicas(Link(self._settings), self._model, window=self._window)
                 self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self.name}-http", daemon=True)
                 self._thread.start()
-            return self._loop
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @property
     def _pool(self) -> Replicas:

@@ -15,9 +15,10 @@ if threading.current_thread() is threading.main_thread():
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
+from teachers.ports import port_of, reserved_port
 from tests import typechecks
 from tests.command_line import run_hybrid  # noqa: F401 - a fixture
 from tests.experiments import tiny_cache  # noqa: F401 - a fixture
@@ -26,7 +27,19 @@ from tests.served import vllm_server  # noqa: F401 - a fixture
 
 install_import_hook("hybrid", f"{typechecks.__name__}.checked")
 
-settings.register_profile("repeatable", derandomize=True, max_examples=12, deadline=None, database=None)
+# Whatever the shell has set: servers on this machine are asked directly, and what is printed is plain and 80 wide.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS", "MLFLOW_TRACKING_URI", "HYBRID_TEACHER_API_KEY"):
+    os.environ.pop(name, None)
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    max_examples=12,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # the machine may be
+)
 settings.load_profile("repeatable")
 
 
@@ -37,3 +50,10 @@ def single_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def port():
+    """A port of this machine that nobody else is given while the test runs, for a server that it starts."""
+    with reserved_port() as kept:
+        yield port_of(kept)

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from teachers.serve import free_port
+from teachers.ports import port_of, reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPABILITY_VERSION_3 = 0x20080522
@@ -66,6 +67,7 @@ class Forks:
     def __init__(self, folder: Path) -> None:
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.folder, self.number = folder, 0
+        self.meetings: list[socket.socket] = []
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -99,9 +101,11 @@ class Forks:
         request = {"argv": argv, "out": str(out), "powerless": powerless, "env": environment}
         return Started(self.ask(request), out, self)
 
-    def pair(self, *arguments: str | Path) -> tuple[Started, Started]:
+    def pair(self, *arguments: str | Path, **environment: str) -> tuple[Started, Started]:
         """Two processes of one run, as torchrun would start them."""
-        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+        self.meetings.append(reserved_port())
+        own = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+        own["MASTER_PORT"] = str(port_of(self.meetings[-1]))
         first, second = (self.start(*arguments, RANK=rank, LOCAL_RANK=rank, **own) for rank in ("0", "1"))
         return first, second
 
@@ -115,6 +119,8 @@ def forks(tmp_path_factory, tiny_cache):
     assert started.process.wait() == 0
     assert started.process.stdout is not None
     started.process.stdout.close()
+    for meeting in started.meetings:
+        meeting.close()
 
 
 def drop_privileges() -> None:

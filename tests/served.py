@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from teachers.serve import PYTHON_ENV, free_port
+from teachers.ports import port_of, reserved_port
+from teachers.serve import PYTHON_ENV
 from tests.tiny_models import VOCABULARY, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,14 +61,14 @@ def vllm_python():
 def _children(pid):
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 
-def _lives(pid):
+def lives(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
         return False
 
 
@@ -75,7 +76,8 @@ class LiveServer:
     """A served tiny model: `url`, `key_file`, and the `folder` with the weights that it serves."""
 
     def __init__(self, folder):
-        self.folder, self.port = folder / "model", free_port()
+        self.folder, self.kept = folder / "model", reserved_port()
+        self.port = port_of(self.kept)
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_file = folder / "server.log"
         tiny_model().save_pretrained(self.folder)
@@ -123,11 +125,11 @@ class LiveServer:
         self.start()
 
 
-def all_gone(pids, within_s=20.0):
+def all_gone(pids, within_s=120.0):
     deadline = time.monotonic() + within_s
-    while any(_lives(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(_lives(pid) for pid in pids)
+    return not any(map(lives, pids))
 
 
 @pytest.fixture(scope="session")
@@ -138,4 +140,5 @@ def vllm_server(tmp_path_factory):
     yield server
     key_file = server.key_file
     assert all_gone(server.kill_owner()), "a served teacher outlived the run that started it"
+    server.kept.close()
     assert not key_file.parent.exists()

@@ -120,6 +120,16 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
     assert (tmp_path / "best" / "model.bin").is_file()
 
 
+def test_a_kill_between_the_note_of_the_best_and_its_link_parts_nothing(tmp_path):
+    for step in (2, 4):
+        mark_best(write(tmp_path, step), "eval/avg_at_4", step / 10)
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to("checkpoint-2")
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    assert best_value(tmp_path) == 0.4
+    assert go_back_to_best(tmp_path) == tmp_path / "checkpoint-4"
+
+
 def test_the_folder_may_be_moved(tmp_path):
     mark_best(write(tmp_path / "here", 2), "eval/avg_at_4", 0.25)
     (tmp_path / "here").rename(tmp_path / "there")

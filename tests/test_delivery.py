@@ -21,7 +21,7 @@ class Receiver:
         self.gate.set()
 
     def __call__(self, operations):
-        self.gate.wait(10)
+        self.gate.wait(120)
         if not self.there:
             raise LostError("gone")
         if operations[0].values.get("poison"):
@@ -120,6 +120,95 @@ def test_a_disk_that_takes_nothing_costs_nothing_while_the_process_lives(tmp_pat
     receiver.there = True
     assert delivery.close() == 0
     assert receiver.taken == [0, 1, 2]
+
+
+def test_a_flush_is_not_judged_by_an_attempt_from_before(tmp_path):
+    tried = []
+
+    def send(operations):
+        tried.append(operations[0].step)
+        if len(tried) == 1:
+            begun.set()
+            go_on.wait(120)
+            raise LostError("gone")
+        return 1
+
+    begun, go_on = threading.Event(), threading.Event()
+    delivery = Delivery(send, tmp_path / "b.jsonl", {}, retry_after_s=1000.0)
+    delivery.put(point(0))
+    assert begun.wait(120)
+    later = threading.Timer(0.2, go_on.set)  # when the flush waits
+    later.start()
+    assert delivery.flush()
+    later.join()
+    assert tried == [0, 0]
+    assert delivery.close() == 0
+    assert delivery.flush(), "nothing waits after the end"
+
+
+def test_a_flush_after_the_end_does_not_wait_for_what_nobody_sends(tmp_path):
+    receiver = Receiver()
+    receiver.there = False
+    delivery = Delivery(receiver, tmp_path / "b.jsonl", {})
+    delivery.put(point(0))
+    assert delivery.close() == 1
+    assert not delivery.flush(1e6)
+
+
+def test_what_a_receiver_that_hangs_has_not_taken_in_time_is_on_disk_until_it_has(tmp_path):
+    receiver, buffer = Receiver(), tmp_path / "b.jsonl"
+    receiver.gate.clear()
+    delivery = Delivery(receiver, buffer, {})
+    for step in (0, 1):
+        delivery.put(point(step))
+    assert delivery.close(timeout_s=0.1) == 2
+    assert [operation.step for operation in read_buffer(buffer)[1]] == [0, 1]
+    receiver.gate.set()
+    assert delivery.flush(120.0)
+    assert receiver.taken == [0, 1]
+    assert not buffer.exists()
+
+
+def test_what_is_put_while_a_lost_receiver_is_tried_again_is_on_disk(tmp_path):
+    receiver, buffer = Receiver(), tmp_path / "b.jsonl"
+    receiver.there = False
+    delivery = Delivery(receiver, buffer, {}, retry_after_s=0.0)
+    delivery.put(point(0))
+    delivery.flush()
+    receiver.gate.clear()
+    for step in (1, 2):  # the first of them starts an attempt
+        delivery.put(point(step))
+    assert [operation.step for operation in read_buffer(buffer)[1]] == [0, 1, 2]
+    receiver.there = True
+    receiver.gate.set()
+    assert delivery.close() == 0
+    assert receiver.taken == [0, 1, 2]
+    assert not buffer.exists()
+
+
+def test_a_line_that_a_crash_cut_off_spoils_none_that_comes_behind_it(tmp_path):
+    gone, buffer = Receiver(), tmp_path / "b.jsonl"
+    gone.there = False
+    first = Delivery(gone, buffer, {"run": "1"})
+    first.put(point(0))
+    first.close()
+    with buffer.open("a") as file:
+        file.write('{"kind": "metr')
+    gone.gate.clear()
+    again = Delivery(gone, buffer, {"run": "1"})
+    again.put(point(1))
+    assert [operation.step for operation in read_buffer(buffer)[1]] == [0, 1]
+    gone.gate.set()
+    assert again.close() == 2
+
+
+def test_a_refused_record_does_not_wait_on_disk_for_ever(tmp_path):
+    buffer = tmp_path / "b.jsonl"
+    buffer.write_text(f"{json.dumps({})}\n{json.dumps(asdict(point(0, poison=True)))}\n")
+    delivery = Delivery(Receiver(), buffer, {})
+    assert delivery.close() == 0
+    assert delivery.num_refused == 1
+    assert not buffer.exists()
 
 
 @given(st.lists(st.sampled_from(["good", "poison", "lose", "return"]), max_size=12))

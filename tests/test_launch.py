@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from hybrid.records import read_records
 from hybrid.sources import checkpoint_folder, whole_model
 from hybrid.training import cut_records, last_checkpoint
 from tests.experiments import QUICKSTART, ROOT, as_options, losses_of, small
+from tests.integration.held import REWARDS, Hold
 
 pytestmark = pytest.mark.xdist_group("experiments")
 METHODS = ["opdvr", "grpo", "opd"]
@@ -182,18 +184,27 @@ def test_another_seed_sees_other_prompts_and_the_same_held_out_ones(started, tmp
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_losses_follow(tmp_path, tiny_cache):
-    changes = [*small(tmp_path / "stopped", "compare=[]", "evaluate=null"), "train.steps=16"]
-    whole_changes = [*small(tmp_path / "whole", "compare=[]", "evaluate=null"), "train.steps=16"]
+    hold = Hold(tmp_path / "hold", 2)
+    changes = [*small(tmp_path / "stopped", "compare=[]", "evaluate=null", REWARDS), "train.steps=16"]
+    whole_changes = [*small(tmp_path / "whole", "compare=[]", "evaluate=null", REWARDS), "train.steps=16"]
     command = [sys.executable, "-m", "hybrid.cli", "train", str(QUICKSTART), *as_options(changes)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | hold.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         head = ""
         for line in process.stdout:
             head += line
             if line.startswith("opdvr: "):
                 process.send_signal(signal.SIGINT)
+                hold.let_go()
                 break
-        out, complaint = process.communicate(timeout=120)
+        out, complaint = process.communicate(timeout=1500)
     assert process.returncode == 130, head + out + complaint
     assert "Traceback" not in complaint
     (folder,) = (tmp_path / "stopped" / "quickstart").iterdir()

@@ -15,7 +15,6 @@ from hybrid.delivery import read_buffer
 from hybrid.environment import environment
 from hybrid.mlflow_store import TrackingError, default_uri, open_client
 from hybrid.tracking import BUFFER_NAME, Tracker, flatten, permitted_name, replay
-from teachers.serve import free_port
 from tests.mlflow_server import mlflow_server
 
 LONE_SURROGATE = "half a pair \ud800 here"
@@ -314,10 +313,21 @@ def test_a_resume_needs_no_store_and_loses_nothing(tmp_path):
     assert replay(tmp_path) == 3
 
 
+def test_what_waits_of_two_starts_of_a_run_has_files_of_its_own(tmp_path):
+    """Also where both processes have the same number, as in a container."""
+    for text in ("first", "second"):
+        with Tracker.open(
+            uri="http://127.0.0.1:9", experiment="e", run_name="r", folder=tmp_path, tags={}, run_id="abc"
+        ) as tracker:
+            tracker.artifact_text("note.txt", text)
+    _, waiting = read_buffer(tmp_path / BUFFER_NAME)
+    files = [Path(operation.values["file"]) for operation in waiting if operation.kind == "artifact"]
+    assert [file.read_text() for file in files] == ["first", "second"]
+
+
 @pytest.mark.processes
-def test_a_lost_server_never_stops_a_run_and_gets_everything_when_it_is_back(runs_dir, tmp_path):
+def test_a_lost_server_never_stops_a_run_and_gets_everything_when_it_is_back(runs_dir, tmp_path, port):
     open_client(default_uri(runs_dir))  # the tables are there already when the server starts
-    port = free_port()
     with mlflow_server(runs_dir, port):
         tracker = Tracker.open(
             uri=f"http://127.0.0.1:{port}",

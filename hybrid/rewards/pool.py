@@ -117,6 +117,7 @@ class _Worker:
         """The reply, or None after which the process is gone; `late` says whether it was killed for that."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.late = False
         timer = threading.Timer(limit_s, self._kill_late)
         timer.daemon = True
         timer.start()
@@ -126,6 +127,7 @@ class _Worker:
             self._process.stdin.flush()
             reply = self._process.stdout.readline()
         timer.cancel()
+        timer.join()  # it may be at it, after all: then this question has its reply, and the next finds no process
         if reply.endswith(b"\n"):
             return json.loads(reply)
         self.close()

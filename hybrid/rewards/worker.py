@@ -192,8 +192,9 @@ def main(kind: str, limit_s: float) -> None:
     reply({"ready": True})
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        reply(_reply(json.loads(line)))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        answer = _reply(json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)  # before the reply, or the next question might be called the late one
+        reply(answer)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def told(tmp_path_factory):
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*launcher, WORKER, str(folder)], env=os.environ | own, capture_output=True, text=True, timeout=280
+        [*launcher, WORKER, str(folder)], env=os.environ | own, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]

@@ -11,8 +11,8 @@ import pytest
 from hybrid.checkpoints import best_checkpoint, best_value, checkpoints, newest_good, step_of
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.tracking import BUFFER_NAME
-from teachers.serve import free_port
 from tests.experiments import QUICKSTART, as_options, recorded_steps, small
+from tests.integration.held import REWARDS, Hold
 from tests.mlflow_server import mlflow_server
 
 STEPS = 16
@@ -45,28 +45,35 @@ def points_of(runs: Path, folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(point.step, point.value) for point in history] for name, history in histories.items()}
 
 
+def arrived(runs: Path, step: int) -> bool:
+    """Whether MLflow has the loss of an update."""
+    (folder,) = runs.glob("quickstart/*/opdvr")
+    return step in dict(points_of(runs, folder).get("train/loss", []))
+
+
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_goes_on_after_sigterm_and_sigkill_as_if_nothing_had_been(forks, tmp_path, engine):
     processes = 1 if engine == "single" else 2
 
-    def start(runs, *more, changes=()):
-        options = as_options(small(runs, *LONG, *ENGINES[engine], *changes))
-        one_or_two = forks.pair if processes == 2 else lambda *arguments: (forks.start(*arguments),)
-        return one_or_two("train", QUICKSTART, *options, *more)
+    def start(runs, *more, changes=(), hold=None):
+        options = as_options(small(runs, *LONG, REWARDS, *ENGINES[engine], *changes))
+        one_or_two = forks.pair if processes == 2 else lambda *words, **more: (forks.start(*words, **more),)
+        return one_or_two("train", QUICKSTART, *options, *more, **({} if hold is None else hold.environment))
 
-    broken = tmp_path / "broken"
-    run = start(broken)
-    run[0].until(lambda: len(recorded_steps(broken)) >= 2)
+    broken, hold = tmp_path / "broken", Hold(tmp_path / "hold", 2)
+    run = start(broken, hold=hold)
+    run[0].until(lambda: len(recorded_steps(broken)) == hold.step)
     run[-1].kill(signal.SIGTERM)  # one of them: all stop together
+    hold.let_go()
     assert [process.ended() for process in run] == [143] * processes, run[0].printed()
     assert "go on with: hybrid train" in run[0].printed().replace("\n", " ")
     (folder,) = broken.glob("quickstart/*/opdvr")
     assert newest_good(folder, print) is not None
 
-    run = start(broken, "--resume", "latest", changes=["train.save_keep=3"])
-    run[0].until(lambda: len(recorded_steps(broken)) >= 8)
+    hold = Hold(tmp_path / "hold", 8)
+    run = start(broken, "--resume", "latest", changes=["train.save_keep=3"], hold=hold)
+    run[0].until(lambda: len(recorded_steps(broken)) == hold.step and arrived(broken, 5))  # what the checkpoint is of
     for process in run:
         process.kill(signal.SIGKILL)
     assert [process.ended() for process in run] == [-signal.SIGKILL] * processes
@@ -108,10 +115,11 @@ def test_a_disk_that_takes_no_rollouts_ends_the_run_with_advice(forks, tmp_path)
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_loses_no_point(forks, tmp_path):
     """A limit on the size of files stands for a full disk; it meets the checkpoint and the tracking's database."""
-    options = as_options(small(tmp_path, *LONG))
-    run = forks.start("train", QUICKSTART, *options)
-    run.until(lambda: len(recorded_steps(tmp_path)) >= 6)
+    options, hold = as_options(small(tmp_path, *LONG, REWARDS)), Hold(tmp_path / "hold", 6)
+    run = forks.start("train", QUICKSTART, *options, **hold.environment)
+    run.until(lambda: len(recorded_steps(tmp_path)) == hold.step)
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    hold.let_go()
     assert run.ended() == 2, run.printed()
     (folder,) = tmp_path.glob("quickstart/*/opdvr")
     stands = newest_good(folder, pytest.fail)
@@ -142,14 +150,14 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(forks, tmp_path, resume
 
 
 @pytest.mark.processes
-def test_a_run_ends_well_without_its_mlflow_server_and_the_server_gets_everything_later(forks, tmp_path):
-    port = free_port()
+def test_a_run_ends_well_without_its_mlflow_server_and_the_server_gets_everything_later(forks, tmp_path, port):
     open_client(default_uri(tmp_path))  # the tables are there already when the server starts
     changes = ["compare=[]", f"tracking.uri=http://127.0.0.1:{port}", "train.steps=8", "evaluate.every=4"]
-    options = as_options(small(tmp_path, *changes))
+    options, hold = as_options(small(tmp_path, *changes, REWARDS)), Hold(tmp_path / "hold", 2)
     with mlflow_server(tmp_path, port):
-        run = forks.start("train", QUICKSTART, *options)
-        run.until(lambda: len(recorded_steps(tmp_path)) >= 2)
+        run = forks.start("train", QUICKSTART, *options, **hold.environment)
+        run.until(lambda: len(recorded_steps(tmp_path)) == hold.step)
+    hold.let_go()
     assert run.ended() == 0, run.printed()
     (folder,) = tmp_path.glob("quickstart/*/opdvr")
     assert "--resume sends them and writes the report" in run.printed().replace("\n", " ")
@@ -167,9 +175,9 @@ def test_a_run_ends_well_without_its_mlflow_server_and_the_server_gets_everythin
 
 def test_a_run_goes_back_to_its_best_checkpoint_with_other_settings(forks, tmp_path):
     changes = ["compare=[]", "train.steps=9", "train.save_every=3", "evaluate.every=3", "evaluate.prompts=8"]
-    options = as_options(small(tmp_path, *changes))
-    run = forks.start("train", QUICKSTART, *options)
-    run.until(lambda: len(recorded_steps(tmp_path)) >= 8)
+    options, hold = as_options(small(tmp_path, *changes, REWARDS)), Hold(tmp_path / "hold", 8)
+    run = forks.start("train", QUICKSTART, *options, **hold.environment)
+    run.until(lambda: len(recorded_steps(tmp_path)) == hold.step and arrived(tmp_path, hold.step))
     run.kill()
     assert run.ended() == -signal.SIGKILL
     (folder,) = tmp_path.glob("quickstart/*/opdvr")

@@ -14,7 +14,6 @@ def uncut(tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["single-cut", "ddp-cut", "zero3-cut"])
 def test_every_method_trains_alike_when_its_rows_are_cut(tmp_path, uncut, engine):
     got = run(engine, tmp_path)

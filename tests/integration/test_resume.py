@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, WORKER, str(folder)], env=os.environ | own, capture_output=True, text=True, timeout=280
+        [sys.executable, WORKER, str(folder)], env=os.environ | own, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

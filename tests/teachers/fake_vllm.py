@@ -91,7 +91,7 @@ class FakeVllm:
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         return self
 
     @property
@@ -106,9 +106,9 @@ class FakeVllm:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(120)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(120)
         self.loop.close()
 
     @web.middleware
@@ -278,11 +278,22 @@ async def without_echo(server, body):
 
 
 async def hang(server, body):
-    await asyncio.sleep(30)
+    await asyncio.sleep(3600)
 
 
 async def slow(server, body):
     await asyncio.sleep(0.2)
+
+
+def until_open(number):
+    """Answers when so many requests are on their way at once, and a while later, so that one more would be seen."""
+
+    async def fault(server, body):
+        while server.most_open < number:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+
+    return fault
 
 
 def drop_after(num_events):
@@ -334,11 +345,11 @@ def server(start):
 
 @pytest.fixture
 def connect():
-    """Makes teachers that do not wait long, and closes them at the end."""
+    """Makes teachers that soon ask again, and closes them at the end."""
     teachers = []
 
     def connect(*urls, **settings):
-        teachers.append(VllmTeacher(urls, **{"timeout_s": 5, "retries": 2, "backoff_s": 0.01, **settings}))
+        teachers.append(VllmTeacher(urls, **{"timeout_s": 120, "retries": 2, "backoff_s": 0.01, **settings}))
         return teachers[-1]
 
     yield connect

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from teachers.protocol import Row, Teacher, Want
 from teachers.recorded import RecordedTeacher
 from teachers.scores import TeacherScores
 from teachers.selves import LiveTeacher
+from teachers.store import ScoreStore
 
 ROWS = [
     Row(prompt_ids=(3, 4, 5), completion_ids=(8, 9, 10)),
@@ -178,6 +180,13 @@ def test_a_folder_with_something_else_in_it_is_refused(make_qwen, tmp_path):
         CachedTeacher(LocalTeacher(make_qwen()), tmp_path)
 
 
+def test_a_folder_may_be_opened_by_many_at_once(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(20):
+            stores = list(threads.map(ScoreStore, [tmp_path / f"{number}.sqlite"] * 8))
+            assert [len(store) for store in stores] == [0] * 8
+
+
 WORKER = """
 import sys, torch
 from teachers.cache import CachedTeacher
@@ -214,7 +223,7 @@ def test_processes_share_a_folder_without_losing_or_tearing_anything(tmp_path):
         worker.stdin.write("go\n")
         worker.stdin.close()
     for worker in workers:
-        assert worker.wait(timeout=60) == 0
+        assert worker.wait(timeout=1500) == 0
         assert worker.stdout is not None
         worker.stdout.close()
     teacher = RecordedTeacher(tmp_path / "shared")

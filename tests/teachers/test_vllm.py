@@ -1,9 +1,12 @@
 """What a served teacher is asked, and how its answers are read: wants, rows, keys, certificates, settings."""
 
+import contextlib
 import datetime
 import ipaddress
 import ssl
+import sys
 import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -149,7 +152,7 @@ def test_rows_of_a_prompt_stand_together(server, connect):
 
 def test_no_more_requests_than_the_window_are_on_their_way(server, connect):
     rows = [Row(prompt_ids=(1,), completion_ids=(i,)) for i in range(12)]
-    server.faults = [fake_vllm.slow] * 12
+    server.faults = [fake_vllm.until_open(3)] * 12
     assert_right(connect(server.url, max_rows=1, window=3).score(rows), rows)
     assert server.most_open == 3
 
@@ -164,7 +167,7 @@ def test_a_submitted_batch_leaves_the_student_free(server, connect):
     future = connect(server.url).submit(ROWS)
     assert not future.done()
     go_on.set()
-    assert_right(future.result(10))
+    assert_right(future.result(120))
 
 
 def test_the_key_is_sent_and_never_shown(start, connect, monkeypatch, tmp_path, caplog):
@@ -225,6 +228,21 @@ def test_certificates_are_verified(start, connect, certificate):
     with pytest.raises(TeacherUnavailable, match="certificate verify failed"):
         connect(server.url, retries=0).score(ROWS)
     assert_right(connect(server.url, ca_file=str(certificate[0])).score(ROWS))
+
+
+def test_rows_that_are_sent_while_it_is_closed_are_scored_or_given_up(server, connect):
+    teacher, interval = connect(server.url), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            for _ in range(20):
+                closing = other.submit(teacher.close)
+                future = teacher.submit(ROWS)
+                closing.result(120)
+                with contextlib.suppress(CancelledError):
+                    assert_right(future.result(120))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_closed_teacher_can_be_closed_again_and_used_again(server):

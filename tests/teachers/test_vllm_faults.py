@@ -18,8 +18,8 @@ def test_slow_is_not_failed(server, connect):
 
 def test_a_hanging_server_is_an_error_in_time(server, connect):
     server.faults = [fake_vllm.hang] * 2
-    with pytest.raises(TeacherUnavailable, match=r"no answer within 0\.2 s.*timeout_s"):
-        connect(server.url, timeout_s=0.2, retries=1).score(ROWS)
+    with pytest.raises(TeacherUnavailable, match=r"no answer within 2 s.*timeout_s"):
+        connect(server.url, timeout_s=2, retries=1).score(ROWS)
     assert len(server.asked) == 2
 
 

@@ -37,7 +37,7 @@ def connect(vllm_server):
     teachers = []
 
     def connect(url=vllm_server.url, **settings):
-        settings = {"api_key_file": vllm_server.key_file, "timeout_s": 20, "retries": 1, "backoff_s": 0.05, **settings}
+        settings = {"api_key_file": vllm_server.key_file, "timeout_s": 120, "retries": 1, "backoff_s": 0.05, **settings}
         teachers.append(VllmTeacher(url, settings.pop("model", MODEL_NAME), **settings))
         return teachers[-1]
 
