@@ -304,7 +304,7 @@ class HybridTrainer(GRPOTrainer):
         judged, self._judged = self._judged, None
         assert judged is not None, "TRL calls _calculate_rewards once per generation batch"
         rank = self.accelerator.process_index
-        size = self.num_generations if self.model.training else self.num_generations_eval
+        size: Any = self.num_generations if self.model.training else self.num_generations_eval
         own = rollouts_of(out, judged, self.reward_weights, rank, size, self._tokenizer)
         everyone = gather_object(own) if self.accelerator.num_processes > 1 else own
         try:

@@ -310,7 +310,8 @@ def credit_of_outcomes(assignment: Assignment, objective: Objective, batch: Roll
     found: dict[str, Metric] = {}
     sides = {"right": batch.reward_B > RIGHT_ABOVE, "wrong": batch.reward_B <= RIGHT_ABOVE}
     kinds = [term.kind for term in objective.terms]
-    for kind, prefix in (("policy", "credit/"), ("kl", "credit/kl_")):
+    prefixes: dict[Kind, str] = {"policy": "credit/", "kl": "credit/kl_"}
+    for kind, prefix in prefixes.items():
         if kind not in kinds:
             continue
         value_BT = values(assignment, objective, (kind,)).masked_fill(~batch.mask_BT, 0)
