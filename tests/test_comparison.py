@@ -15,7 +15,8 @@ def run(start_ms, method="opdvr", **params):
 
 
 def estimate(value, low, high):
-    return Estimate(value=value, low=low, high=high, level=0.95, num=1, num_failed=0, interval="none")
+    kind = "none" if math.isnan(low) else "bca"
+    return Estimate(value=value, low=low, high=high, level=0.95, num=1, num_failed=0, interval=kind)
 
 
 def test_a_share_without_an_interval_is_the_share_alone():
