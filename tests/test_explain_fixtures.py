@@ -25,6 +25,8 @@ def test_opdvr_fixture(file_of):
             "outcome/right": 0.5,
             "raised/mean": 0.5,
             "lowered/mean": -1.9,
+            "credit/right": 0.5 / 4,
+            "credit/wrong": -3.8 / 4,
         }
     )
 

@@ -48,7 +48,8 @@ def test_a_mixture_adds_weighted_credit_and_keeps_its_parts_apart(file_of):
     gap = [0.5, -1, 0, -2.8]
     expected = [[sign * 0.5 + 0.5 * x for x in gap] for sign in (1, -1)]
     assert advantages(one) == [pytest.approx(row) for row in expected]
-    assert one["metrics"].keys() == {"grpo/group_advantage/mean", "grpo/group_advantage/uniform", "opd/gap/mean"}
+    own = {"grpo/group_advantage/mean", "grpo/group_advantage/uniform", "opd/gap/mean"}
+    assert one["metrics"].keys() == own | {"credit/right", "credit/wrong"}
 
 
 def test_the_table_says_what_is_not_a_default(file_of):
