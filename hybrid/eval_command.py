@@ -52,10 +52,10 @@ def evaluate_experiment(
         raise ConfigError("--checkpoint and --served name two models; give one")
     if served_model is not None and served is None:
         raise ConfigError("--served-model belongs to --served, the address of the server")
+    chosen = None if checkpoint is None else checkpoint_folder(checkpoint)
     folder = run_folder(config, None)
     rewards = build_rewards(config.rewards)
     with Bars(console) as bars, open_parent(config, folder) as parent:
-        chosen = None if checkpoint is None else checkpoint_folder(checkpoint)
         model = chosen or config.student.model
         if served is not None:
             show = bars.part("evaluation")

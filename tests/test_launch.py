@@ -14,7 +14,8 @@ import pytest
 from hybrid.compare.load import load_runs
 from hybrid.compare.summary import COSTS, summarise
 from hybrid.errors import ConfigError, DataError
-from hybrid.launch import evaluate_experiment, train_experiment
+from hybrid.eval_command import evaluate_experiment
+from hybrid.launch import train_experiment
 from hybrid.mlflow_store import default_uri, open_client
 from hybrid.read_config import read_experiment
 from hybrid.records import read_records
