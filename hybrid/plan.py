@@ -101,7 +101,8 @@ def plan_lines(config: ExperimentConfig, nodes: Nodes = ONE_NODE) -> list[str]:
     else:
         parts = dict(memory_gb(config, student, work, processes))
         total = ", ".join(f"{name} {size:.2g}" for name, size in parts.items())
-        lines.append(f"memory per process, estimated in GB: {sum(parts.values()):.2g} = {total}")
+        bound = "" if config.train.max_prompt_length else " without prompts (train.max_prompt_length counts them)"
+        lines.append(f"memory per process, estimated in GB{bound}: {sum(parts.values()):.2g} = {total}")
     blocks = {} if config.teacher is None else teachers_of(config.teacher)
     lines += [f"{name}: {teacher_text(block, config, student, processes)}" for name, block in blocks.items()]
     lines += [text for label, method in config.methods.items() for text in own_teachers(label, method, config, student)]
