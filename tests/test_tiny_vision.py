@@ -13,13 +13,13 @@ from hybrid import tiny_vision
 from hybrid.data import DataConfig, check_prompt_lengths, load_prompts
 from hybrid.errors import ConfigError, DataError, HybridError
 from hybrid.evaluate import Sampling, evaluate
-from hybrid.launch import load_student
 from hybrid.pictures import encode_prompts, pictures_of, with_pictures
 from hybrid.read_config import read_experiment
 from hybrid.rewards.config import ExactConfig
 from hybrid.sources import BUILDERS, model_folder
 from hybrid.tiny_figures import Figure, draw_figure, vision_dataset
 from hybrid.tiny_vision import RECIPES, ensure_tiny_vision, vision_processor
+from hybrid.training import load_student
 from teachers.contexts import degraded_image
 from teachers.local import LocalTeacher
 from teachers.processors import PictureProcessor, load_processor
