@@ -155,9 +155,7 @@ class Delivery:
                     self._queue.popleft()
 
     def _after(self, future: Future[None]) -> None:
-        if future.cancelled():
-            return
-        error = future.exception()
+        error = None if future.cancelled() else future.exception()
         with self._idle:
             self._running = False
             if isinstance(error, LostError):
