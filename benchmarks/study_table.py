@@ -39,11 +39,11 @@ def differences(summary: Mapping[str, Any], task: str, baseline: str) -> dict[st
 
 def task_tables(summary: Mapping[str, Any], baselines: Sequence[str]) -> Iterator[str]:
     """A table per task, the method that ended highest first."""
-    baselines = baselines or [summary["baseline"]]
+    baselines = baselines or [summary["baseline"]] * bool(summary["comparisons"])
     for task in summary["target_of_task"]:
-        yield f"{task}, {summary['metric'].removeprefix('eval/').replace('_at_', '@')} in %:"
+        yield f"{task or 'all runs'}, {summary['metric'].removeprefix('eval/').replace('_at_', '@')} in %:"
         yield ""
-        yield f"| method | after | area | {' | '.join(f'minus {name} | p' for name in baselines)} |"
+        yield f"| {' | '.join(['method', 'after', 'area', *(f'minus {name} | p' for name in baselines)])} |"
         yield "|---|---|---|" + "---|---|" * len(baselines)
         paired = [differences(summary, task, name) for name in baselines]
         here = [one for one in summary["results"] if one["task"] == task]
