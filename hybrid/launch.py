@@ -80,7 +80,7 @@ def train_experiment(
             console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
         prompts, held_out = training_prompts(config), held_out_prompts(config)
         if held_out is not None and (shared := shared_prompts(prompts, held_out)) is not None:
-            console.print(shared, style="yellow")
+            console.print(shared, style="yellow", highlight=False, markup=False, soft_wrap=True)
         rewards = build_rewards(config.rewards) if config.rewards else []
         refuse_poor_data(config, prompts, held_out, rewards)
         if is_main:

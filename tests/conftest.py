@@ -22,6 +22,7 @@ from teachers.ports import port_of, reserved_port
 from tests import typechecks
 from tests.command_line import run_hybrid  # noqa: F401 - a fixture
 from tests.experiments import tiny_cache  # noqa: F401 - a fixture
+from tests.float64 import numbers_of
 from tests.forks import forks  # noqa: F401 - a fixture
 from tests.served import vllm_server  # noqa: F401 - a fixture
 
@@ -46,10 +47,8 @@ settings.load_profile("repeatable")
 @pytest.fixture(autouse=True, scope="module")
 def single_precision() -> Iterator[None]:
     """Numbers are float32, whatever a test file before this one has left; folders of mathematics have float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
+    with numbers_of(torch.float32):
+        yield
 
 
 @pytest.fixture
